@@ -1,0 +1,54 @@
+"""hasten makes any causal language model answer faster without changing what it says."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from hasten import errors as errors
+from hasten.errors import HastenError as HastenError
+
+if TYPE_CHECKING:
+    from hasten.api import LLM as LLM
+    from hasten.api import Stream as Stream
+    from hasten.api import load as load
+    from hasten.methods import configure as configure
+    from hasten.types import FinishReason as FinishReason
+    from hasten.types import Result as Result
+    from hasten.types import SamplingParams as SamplingParams
+
+try:
+    __version__ = version("hasten")
+except PackageNotFoundError:  # a source tree that isn't installed
+    __version__ = "0+unknown"
+
+_LAZY = {
+    "LLM": "hasten.api",
+    "Stream": "hasten.api",
+    "load": "hasten.api",
+    "configure": "hasten.methods",
+    "FinishReason": "hasten.types",
+    "Result": "hasten.types",
+    "SamplingParams": "hasten.types",
+}
+
+__all__ = [
+    "LLM",
+    "FinishReason",
+    "HastenError",
+    "Result",
+    "SamplingParams",
+    "Stream",
+    "configure",
+    "errors",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the rest on first use: ``import hasten`` (and the CLI's ``--help``) stay quick."""
+    if name in _LAZY:
+        from importlib import import_module
+
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'hasten' has no attribute {name!r}")

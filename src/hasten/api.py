@@ -1,0 +1,456 @@
+"""The public surface: ``hasten.load(...) -> LLM``, and what an LLM can do."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from hasten import methods
+from hasten.decode import Decoding, decode
+from hasten.drafters.base import Drafter
+from hasten.errors import CapabilityError, ContextError, OptionError
+from hasten.metrics import Summary
+from hasten.policies.base import Policy
+from hasten.stopping import Stopper
+from hasten.targets.base import Target
+from hasten.targets.load import Loaded, load_target
+from hasten.text import TextStream
+from hasten.types import FinishReason, Result, Round, SamplingParams
+from hasten.verify import pick_verifier
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+"""Text, token ids, or chat messages (``{"role": ..., "content": ...}``)."""
+
+DEFAULT_METHOD = "prompt-lookup"
+
+_PARAMS = {f.name for f in fields(SamplingParams)}
+
+
+def load(
+    model: Any = None,
+    *,
+    method: str | methods.MethodSpec = DEFAULT_METHOD,
+    tokenizer: Any = None,
+    dtype: Any = None,
+    device: str | None = None,
+    engine: str = "auto",
+    **options: Any,
+) -> LLM:
+    """Load a model and make it fast.
+
+    model      None (the embedded SmolLM2-135M-Instruct), an alias, a Hugging Face id, a folder, a
+               ``.gguf``
+               file, a loaded transformers model (with `tokenizer`), or a ``(model, tokenizer)``
+               pair
+    method     how to draft: a name with options (``"prompt-lookup,nodes=12"``), see ``hasten
+               methods``
+    dtype      ``"float32"``, ``"bfloat16"``, ``"float16"`` or a torch dtype; default: the
+               checkpoint's own
+               (float32 for the embedded model)
+    device     ``"cpu"``, ``"cuda"``, ...; default: an accelerator when there is one
+    engine     ``"auto"``, ``"fused"`` (hasten's fast decoder) or ``"transformers"``
+    options    passed on to `hasten.targets.load.load_target` (``revision``, ``trust_remote_code``,
+               ``device_map``, ``attn_implementation``)
+
+    Raises ModelError, OptionError or CapabilityError, before any pass.
+    """
+    spec = methods.parse(method)
+    loaded = load_target(
+        model, tokenizer=tokenizer, dtype=dtype, device=device, engine=engine, **options
+    )
+    return LLM(loaded, method=spec)
+
+
+class LLM:
+    """A loaded model with a default method. Requests from several threads take turns."""
+
+    def __init__(
+        self, loaded: Loaded, *, method: str | methods.MethodSpec = DEFAULT_METHOD
+    ) -> None:
+        self._loaded = loaded
+        self.target: Target = loaded.target
+        self.tokenizer = loaded.tokenizer
+        self._lock = threading.RLock()
+        self._prepared: dict[methods.MethodSpec, methods.MakeRequest] = {}
+        self._models: dict[str, Loaded] = {}
+        self._kept: tuple[list[int], Any] | None = None
+        self.method = methods.parse(method)
+        self.prepare(self.method)
+
+    # -- one prompt ------------------------------------------------------------------------------
+
+    def generate(self, prompt: Prompt, **options: Any) -> Result:
+        """Answer one prompt.
+
+        prompt     text (put into the chat template where the tokenizer has one), ids, or messages
+        method     another method than the LLM's, for this request
+        verify     ``"greedy"``, ``"match"`` or ``"rejection"``; default greedy at temperature 0,
+                   else match
+        template   False: text goes in as it is
+        system     a system message put before a text prompt
+        params     a `SamplingParams`; or its fields as keywords (``max_new_tokens=100,
+                   temperature=0.7``)
+        trace      keep the rounds in ``result.rounds``
+        """
+        return self.stream(prompt, **options).finish()
+
+    def stream(self, prompt: Prompt, **options: Any) -> Stream:
+        """Answer one prompt piece by piece: iterate for text; ``.result`` is there at the end.
+
+        Options as in `generate`. The first piece comes after the prompt has run; nothing runs
+        before
+        the first `next`. Dropping the iterator ends the request.
+        """
+        return Stream(self, self._request(prompt, **options))
+
+    def chat(self, messages: Sequence[Mapping[str, str]], **options: Any) -> Result:
+        """Answer a conversation. The cache of the last conversation is kept, so the next turn runs
+        only
+        what is new (`forget` frees it); options as in `generate`."""
+        return self.chat_stream(messages, **options).finish()
+
+    def chat_stream(self, messages: Sequence[Mapping[str, str]], **options: Any) -> Stream:
+        """`chat`, piece by piece."""
+        return Stream(self, self._request(messages, keep=True, **options))
+
+    def forget(self) -> None:
+        """Free the cache kept for the next turn of a conversation."""
+        with self._lock:
+            if self._kept is not None:
+                self.target.close(self._kept[1])
+                self._kept = None
+
+    # -- many prompts ----------------------------------------------------------------------------
+
+    def generate_many(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[Result]:
+        """Answer several prompts together; answer i is that of prompt i alone.
+
+        `params` may be one for all or one for each. Without a seed each request draws its own.
+        Passes are
+        shared where the target packs sequences, else requests take turns.
+        """
+        if isinstance(prompts, str):
+            raise OptionError("prompts", "is one text", "Give a list, or use generate")
+        each: list[SamplingParams | None]
+        if params is None or isinstance(params, SamplingParams):
+            each = [params] * len(prompts)
+        else:
+            each = list(params)
+        if len(each) != len(prompts):
+            raise OptionError(
+                "params",
+                f"{len(each)} given for {len(prompts)} prompts",
+                "Give one, or one for each",
+            )
+        requests = [
+            self._request(p, params=s, **options) for p, s in zip(prompts, each, strict=True)
+        ]
+        with self._lock:
+            for index, made in decode([r.decoding for r in requests]):
+                requests[index].take(made)
+        return [r.result() for r in requests]
+
+    # -- methods and tokens ----------------------------------------------------------------------
+
+    def prepare(self, method: str | methods.MethodSpec) -> methods.MethodSpec:
+        """Check a method against the model and load what it needs, once. Raises OptionError,
+        CapabilityError, VocabularyError or ModelError."""
+        spec = methods.parse(method)
+        if spec not in self._prepared:
+            context = methods.MethodContext(self.target, self.tokenizer, self._load_other)
+            self._prepared[spec] = methods.prepare(spec, context)
+        return spec
+
+    def _load_other(self, name: str) -> tuple[Target, Any]:
+        """Another model for a drafter: same dtype and device as the target, loaded once."""
+        if name not in self._models:
+            info = self.target.info
+            self._models[name] = load_target(name, dtype=info.dtype, device=str(info.device))
+        loaded = self._models[name]
+        return loaded.target, loaded.tokenizer
+
+    def tokenize(
+        self, prompt: Prompt, *, template: bool = True, system: str | None = None
+    ) -> list[int]:
+        """Ids of a prompt as `generate` runs them."""
+        if hasattr(prompt, "tolist"):  # an array or a tensor of ids
+            prompt = prompt.tolist()
+        if not isinstance(prompt, (str, Sequence)):
+            raise OptionError("prompt", f"must be text, ids or messages, got {prompt!r}")
+        if not isinstance(prompt, str) and all(isinstance(t, int) for t in prompt):
+            if system is not None:
+                raise OptionError(
+                    "system", "can't be put before token ids", "Give text or messages"
+                )
+            return [t for t in prompt if isinstance(t, int)]
+        if self.tokenizer is None:
+            raise OptionError(
+                "prompt",
+                "is text, and the model came without a tokenizer",
+                "Pass tokenizer=, or token ids",
+            )
+        if isinstance(prompt, str):
+            if not prompt:
+                raise ContextError("prompt: is empty. Give some text or token ids")
+            if not (template and getattr(self.tokenizer, "chat_template", None)):
+                if system is not None:
+                    raise OptionError(
+                        "system", "needs a chat template", "Leave it out, or put it into the prompt"
+                    )
+                return list(self.tokenizer(prompt)["input_ids"])
+            prompt = [{"role": "user", "content": prompt}]
+        elif not template:
+            raise OptionError("template", "messages can't go in without it", "Give text or ids")
+        messages = list(prompt)
+        if system is not None:
+            messages = [{"role": "system", "content": system}, *messages]
+        return self._apply_template(messages)
+
+    def _apply_template(self, messages: Sequence[Any]) -> list[int]:
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise OptionError(
+                "prompt",
+                "holds messages, and the tokenizer has no chat template",
+                "Give text instead",
+            )
+        bad = [
+            m for m in messages if not isinstance(m, Mapping) or not {"role", "content"} <= m.keys()
+        ]
+        if bad:
+            raise OptionError("messages", f"each needs a role and a content, got {bad[0]!r}")
+        text = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def _request(
+        self,
+        prompt: Prompt,
+        *,
+        method: str | methods.MethodSpec | None = None,
+        verify: str | None = None,
+        params: SamplingParams | None = None,
+        template: bool = True,
+        system: str | None = None,
+        trace: bool = False,
+        keep: bool = False,
+        **options: Any,
+    ) -> _Request:
+        """Check everything and build the request; nothing has run yet."""
+        params = _merge(params, options)
+        spec = self.method if method is None else self.prepare(method)
+        _, verifier = pick_verifier(verify, greedy=params.is_greedy)
+        ids = self.tokenize(prompt, template=template, system=system)
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        drafter, policy = self._prepared[spec]()
+        text = (
+            TextStream(self.tokenizer, params.stop, params.min_new_tokens)
+            if self.tokenizer is not None
+            else None
+        )
+        return _Request(
+            self, ids, params, seed, str(spec), drafter, policy, verifier, text, trace, keep
+        )
+
+    def _borrow(self, ids: Sequence[int]) -> Any:
+        """The kept sequence cut to its common prefix with `ids`; None when it is of no use."""
+        if self._kept is None:
+            return None
+        held, sequence = self._kept
+        common = next(
+            (i for i, (a, b) in enumerate(zip(held, ids, strict=False)) if a != b),
+            min(len(held), len(ids)),
+        )
+        common = min(common, len(ids) - 1)
+        if common < 1 or (common < sequence.length and not self.target.capabilities.rollback):
+            self.forget()
+            return None
+        self._kept = None
+        try:
+            if common < sequence.length:
+                self.target.truncate(sequence, common)
+        except CapabilityError:  # a window that has slid can't be cut back: start anew
+            self.target.close(sequence)
+            return None
+        return sequence
+
+    def _keep(self, ids: Sequence[int], sequence: Any) -> None:
+        """Hold a finished request's sequence for the next turn."""
+        self.forget()
+        self._kept = (list(ids[: sequence.length]), sequence)
+
+
+def _merge(params: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
+    """`params` with `options` laid over it. Raises OptionError for an unknown name."""
+    unknown = [name for name in options if name not in _PARAMS]
+    if unknown:
+        raise OptionError(
+            unknown[0],
+            "no such option",
+            f"Options: {', '.join(sorted(_PARAMS))}, method, verify, template, system, trace",
+        )
+    if params is None:
+        return SamplingParams(**options)
+    if not isinstance(params, SamplingParams):
+        raise OptionError("params", f"must be a SamplingParams, got {params!r}")
+    return replace(params, **options)
+
+
+class _Request:
+    """A request between its options and its result."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        ids: list[int],
+        params: SamplingParams,
+        seed: int,
+        method: str,
+        drafter: Drafter,
+        policy: Policy,
+        verifier: Any,
+        text: TextStream | None,
+        trace: bool,
+        keep: bool,
+    ) -> None:
+        info = llm.target.info
+        stopper = Stopper(params, info.eos_ids, len(ids), info.context_limit, text)
+        self.llm, self.ids, self.params, self.seed, self.method = llm, ids, params, seed, method
+        self.text, self.trace, self.keep = text, trace, keep
+        self.sequence: Any = None
+        self.decoding = Decoding(
+            llm.target,
+            ids,
+            params,
+            drafter=drafter,
+            policy=policy,
+            verifier=verifier,
+            seed=seed,
+            stopper=stopper,
+        )
+        self.rounds: list[Round] = []
+        self.tokens: list[int] = []
+        self.logprobs: list[Any] = []
+        self.metrics = Summary()
+        self.last: Round | None = None
+
+    def take(self, made: Round) -> None:
+        """Count a round."""
+        self.metrics.add(made)
+        self.tokens.extend(made.emitted)
+        self.logprobs.extend(made.logprobs)
+        self.last = made
+        if self.trace:
+            self.rounds.append(made)
+
+    def result(self) -> Result:
+        """The result so far (of a finished request: the answer)."""
+        last = self.last
+        return Result(
+            prompt_tokens=tuple(self.ids),
+            tokens=tuple(self.tokens),
+            text=self.text.text if self.text is not None else "",
+            finish_reason=(last.finish if last is not None else None) or FinishReason.LENGTH,
+            stop_reason=last.stop_reason if last is not None else None,
+            seed=self.seed,
+            method=self.method,
+            logprobs=tuple(self.logprobs) if self.params.logprobs is not None else None,
+            metrics=self.metrics,
+            rounds=tuple(self.rounds),
+        )
+
+
+class Stream(Iterator[str]):
+    """Pieces of an answer; their concatenation is ``result.text``.
+
+    ``result`` is what there is so far, complete once the iterator ends. Usable as a context
+    manager;
+    ``close()`` (or dropping it) ends the request and frees its cache.
+    """
+
+    def __init__(self, llm: LLM, request: _Request) -> None:
+        self._request = request
+        # The generators don't hold the stream: dropping it frees the request's cache at once.
+        self._rounds = _run(llm, request)
+        self._pieces = _pieces(request, self._rounds)
+
+    def rounds(self) -> Iterator[Round]:
+        """The rounds themselves instead of text (use one or the other)."""
+        return self._rounds
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def finish(self) -> Result:
+        """Run to the end and give the result."""
+        for _ in self:
+            pass
+        return self.result
+
+    @property
+    def result(self) -> Result:
+        """The result so far; complete once the iterator has ended."""
+        return self._request.result()
+
+    def close(self) -> None:
+        """End the request and free its cache."""
+        self._pieces.close()  # type: ignore[attr-defined]
+        self._rounds.close()  # type: ignore[attr-defined]
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _run(llm: LLM, request: _Request) -> Iterator[Round]:
+    """Drive the loop, one round per lock."""
+    sequence: Any = None
+    if request.keep:
+        with llm._lock:
+            sequence = llm._borrow(request.ids)
+            sequence = llm.target.open() if sequence is None else sequence
+            request.decoding.lend(sequence)
+    loop = decode([request.decoding])
+    done = False
+    try:
+        while True:
+            with llm._lock:
+                item = next(loop, None)
+            if item is None:
+                done = True
+                return
+            request.take(item[1])
+            yield item[1]
+    finally:
+        with llm._lock:
+            loop.close()  # type: ignore[attr-defined]
+            if request.keep and done:
+                llm._keep([*request.ids, *request.tokens], sequence)
+            elif request.keep:
+                llm.target.close(sequence)
+
+
+def _pieces(request: _Request, rounds: Iterator[Round]) -> Iterator[str]:
+    """The text of each round as far as it is certain, and the rest at the end."""
+    text = request.text
+    for _ in rounds:
+        if text is not None and (piece := text.take()):
+            yield piece
+    if text is not None and (piece := text.flush()):
+        yield piece

@@ -1,0 +1,271 @@
+"""``hasten bench``: measure methods against plain decoding, and print tables."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as Bar
+from rich.table import Table
+from rich.text import Text
+
+from hasten.cli import options as opt
+from hasten.cli.screen import err, out, quiet_transformers, table
+from hasten.errors import OptionError
+
+if TYPE_CHECKING:
+    from hasten.bench import BenchConfig, Report, Row
+    from hasten.bench.config import ProgressCallback
+
+Methods = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--methods",
+        metavar="NAMES",
+        help="Methods to measure, split at commas between names; may be given again.",
+        show_default="ar,prompt-lookup",
+    ),
+]
+SuiteOption = Annotated[
+    str | None,
+    typer.Option(
+        "--suite",
+        metavar="NAME|FILE",
+        help="mini, mixed, adversarial, or a JSONL file with turns or question.",
+        show_default="mini",
+    ),
+]
+MaxNewTokens = Annotated[
+    int | None,
+    typer.Option("--max-new-tokens", "-n", help="Longest answer, in tokens.", show_default="128"),
+]
+Turns = Annotated[
+    str | None,
+    typer.Option(
+        "--turns",
+        metavar="NAME",
+        help="first, or all: ask follow-up turns too.",
+        show_default="first",
+    ),
+]
+Repeats = Annotated[
+    int | None,
+    typer.Option(
+        "--repeats",
+        help="Answer everything this often; a prompt's time is the median.",
+        show_default="1",
+    ),
+]
+Peers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--peers",
+        metavar="NAMES",
+        help="Other libraries to measure in the same run, as `transformers`; commas or again.",
+        show_default=False,
+    ),
+]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--json", metavar="FILE", help="Write all figures to this file.", show_default=False
+    ),
+]
+Temperature = Annotated[
+    float | None, typer.Option("--temperature", "-t", help="0 is greedy.", show_default="0.0")
+]
+Seed = Annotated[
+    int | None, typer.Option("--seed", help="Of the draws and of the bootstrap.", show_default="0")
+]
+
+
+def bench(
+    model: opt.Model = None,
+    methods: Methods = None,
+    suite: SuiteOption = None,
+    limit: opt.Limit = None,
+    max_new_tokens: MaxNewTokens = None,
+    turns: Turns = None,
+    repeats: Repeats = None,
+    peers: Peers = None,
+    dtype: opt.Dtype = None,
+    device: opt.Device = None,
+    engine: opt.Engine = None,
+    verify: opt.Verify = None,
+    temperature: Temperature = None,
+    seed: Seed = None,
+    json: JsonFile = None,
+) -> None:
+    """Measure methods against plain decoding, interleaved on one model, prompt by prompt.
+
+    Times and speedups are decode only, from the first token on.
+    """
+    from hasten.bench import BenchConfig
+    from hasten.bench.runner import run
+    from hasten.methods import split
+
+    given: dict[str, Any] = {
+        "model": model,
+        "methods": tuple(name for text in methods for name in split(text)) if methods else None,
+        "suite": suite,
+        "limit": limit,
+        "max_new_tokens": max_new_tokens,
+        "turns": turns,
+        "repeats": repeats,
+        "peers": tuple(name.strip() for text in peers for name in text.split(",") if name.strip())
+        if peers
+        else None,
+        "dtype": dtype,
+        "device": device,
+        "engine": engine,
+        "verify": verify,
+        "temperature": temperature,
+        "seed": seed,
+    }
+    config = BenchConfig(**{name: value for name, value in given.items() if value is not None})
+    with _output(json) as target:
+        _prepare(config)
+        with _bar() as progress:
+            report = run(config, progress)
+        if target is not None:
+            report.write(target)
+    print_report(report)
+    if json is not None:
+        err().print(f"written: {json}", style="dim", soft_wrap=True)
+    if report.partial:
+        raise KeyboardInterrupt  # told and written is what was measured; the exit code says so
+    if report.faults:
+        raise typer.Exit(1)
+
+
+def _prepare(config: BenchConfig) -> None:
+    """Fetch and convert the model first: that shows bars of its own."""
+    from hasten.targets.catalog import prepare, resolve
+
+    prepare(resolve(config.model))
+    quiet_transformers()
+
+
+@contextmanager
+def _output(path: Path | None) -> Iterator[Path | None]:
+    """A file beside `path` to write to, made before the run so that a bad path is told at once.
+
+    It becomes `path` by one rename when all went well, and is removed otherwise.
+    """
+    if path is None:
+        yield None
+        return
+    path = path.expanduser().absolute()
+    if path.is_dir():
+        raise OptionError("json", f"{path} is a folder", "Name a file")
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    except OSError as error:
+        raise OptionError(
+            "json", f"can't write to {path.parent} ({error.strerror or error})"
+        ) from error
+    os.close(handle)
+    draft = Path(name)
+    try:
+        yield draft
+        # mkstemp makes files only their owner can read; the result is an ordinary one
+        umask = os.umask(0)
+        os.umask(umask)
+        draft.chmod(0o666 & ~umask)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+@contextmanager
+def _bar() -> Iterator[ProgressCallback]:
+    """A progress bar on stderr, driven by the runner."""
+    from hasten.bench.config import Progress
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    console = err()
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("load", total=None)
+
+        def show(at: Progress) -> None:
+            what = " ".join(part for part in (at.phase, at.method) if part)
+            bar.update(
+                task, description=f"{what:<28.28}", completed=at.done, total=at.total or None
+            )
+
+        yield show
+
+
+def print_report(report: Report) -> None:
+    """Warnings to stderr; a table for each category and one for all to standard output."""
+    from hasten.bench import OVERALL
+
+    for warning in report.warnings:
+        err().print(Text("note: ", style="yellow") + Text(warning), soft_wrap=True)
+    console = out()
+    categories = [*report.categories, OVERALL] if len(report.categories) > 1 else [OVERALL]
+    for category in categories:
+        console.print(_table(report, category))
+        console.print()
+    console.print(_LEGEND, style="dim")
+    for row in report.rows:
+        if row.category == OVERALL:
+            for line in row.extra.get("differences", ()):
+                console.print(f"{row.method}: {line}", soft_wrap=True)
+    if report.faults:
+        console.print(
+            f"answers of lossless methods that differ without excuse: {report.faults}",
+            style="bold red",
+        )
+
+
+_LEGEND = """\
+macro, micro: speedup over plain decoding (ar), decode only: mean of the
+prompts, and of all tokens and times. length: tokens per target pass. same ids:
+answers identical to plain decoding's. All figures: --json FILE."""
+_COLUMNS = ("macro", "micro", "tok/s", "length", "same\nids", "ms a\npass")
+
+
+def _table(report: Report, category: str) -> Table:
+    rows = [row for row in report.rows if row.category == category]
+    prompts = max((row.prompts for row in rows), default=0)
+    made = table(title=f"{category} (prompts: {prompts})", title_justify="left")
+    made.add_column("method", overflow="fold")
+    for name in _COLUMNS:
+        made.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        made.add_row(row.method, *_cells(row))
+    return made
+
+
+def _cells(row: Row) -> list[str]:
+    return [
+        _number(row.speedup_macro, 2, "x"),
+        _number(row.speedup_micro, 2, "x"),
+        _number(row.tokens_per_s, 1),
+        _number(row.mean_accepted_length, 2),
+        f"{row.identical}/{row.prompts}",
+        _number(row.extra.get("pass_ms"), 1),
+    ]
+
+
+def _number(value: Any, digits: int, unit: str = "") -> str:
+    return "-" if value is None else f"{value:.{digits}f}{unit}"

@@ -1,0 +1,215 @@
+"""``hasten verify``: does a method give plain decoding's answers?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from hasten.cli import options as opt
+from hasten.cli.screen import busy, counting, err, load_model, out, print_json
+from hasten.errors import OptionError
+
+if TYPE_CHECKING:
+    from hasten.api import LLM, Prompt
+    from hasten.prove import Proof
+    from hasten.targets.base import Target
+
+SuiteOption = Annotated[
+    str,
+    typer.Option(
+        "--suite",
+        metavar="NAME|FILE",
+        help="A suite of `hasten bench`, a JSONL file (rows with turns or question), or a .txt "
+        "file (one prompt a line).",
+    ),
+]
+Temperature = Annotated[
+    float, typer.Option("--temperature", help="Of the sampled half of the check; above 0.")
+]
+Seed = Annotated[int, typer.Option("--seed", help="Prompt i draws with seed + i.")]
+Length = Annotated[int, typer.Option("--max-new-tokens", "-n", help="Longest answer, in tokens.")]
+
+
+def verify(
+    model: opt.Model = None,
+    method: opt.MethodOption = None,
+    suite: SuiteOption = "mini",
+    limit: opt.Limit = None,
+    max_new_tokens: Length = 64,
+    temperature: Temperature = 0.8,
+    seed: Seed = 0,
+    dtype: opt.Dtype = None,
+    device: opt.Device = None,
+    engine: opt.Engine = None,
+    json: opt.Json = False,
+) -> None:
+    """Compare a method's answers with plain decoding's, greedy and sampled.
+
+    The exit code is 1 when one differs without excuse. In float32 every answer must be identical;
+    in lower precision a difference is excused only as a measured near tie, re-scored in the same
+    precision and in float32.
+    """
+    opt.sampling(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    if temperature == 0:
+        raise OptionError(
+            "temperature",
+            "must be above 0: the sampled half draws",
+            "Greedy answers are checked too",
+        )
+    make_prompts = _prompts(suite, limit)
+    llm = load_model(model, method, dtype=dtype, device=device, engine=engine)
+    prompts = make_prompts(llm)
+    proof = _prove(llm, prompts, _reference(model, device), max_new_tokens, temperature, seed)
+    if json:
+        print_json(_as_json(proof, llm, suite))
+    else:
+        _print(proof, llm, suite, temperature)
+    if not proof.ok:
+        raise typer.Exit(1)
+
+
+def _prompts(suite: str, limit: int | None) -> Callable[[LLM], list[Prompt]]:
+    """The suite's first turns, read now; random prompts are made when the vocabulary is known."""
+    if Path(suite).suffix == ".txt":
+        lines = [line for line in opt.read_text("suite", Path(suite)).splitlines() if line.strip()]
+        if not lines:
+            raise OptionError("suite", f"{suite} holds no prompt", "Write one a line")
+        count = len(lines) if limit is None else min(limit, len(lines))
+        chosen = [lines[i * len(lines) // count] for i in range(count)]
+        return lambda llm: list(chosen)
+
+    from hasten.bench.adversarial import random_ids
+    from hasten.bench.prompts import load_suite
+
+    rows = load_suite(suite, limit).rows
+
+    def make(llm: LLM) -> list[Prompt]:
+        size, special = (
+            llm.target.info.vocab_size,
+            frozenset(getattr(llm.tokenizer, "all_special_ids", ())),
+        )
+        return [
+            random_ids(row, size, special) if row.random_tokens else row.turns[0] for row in rows
+        ]
+
+    return make
+
+
+def _reference(model: str | None, device: str | None) -> Callable[[], Target]:
+    def load() -> Target:
+        from hasten.targets.load import load_target
+
+        return load_target(model, dtype="float32", device=device).target
+
+    return load
+
+
+def _prove(
+    llm: LLM,
+    prompts: list[Prompt],
+    reference: Callable[[], Target],
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+) -> Proof:
+    from hasten.prove import RULES, prove
+
+    with busy("checking the method"):
+        spec = llm.prepare(llm.method)
+    with counting(f"{spec} against plain decoding", len(RULES) * len(prompts)) as bar:
+        return prove(
+            llm,
+            prompts,
+            spec,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            reference=reference,
+            on_check=lambda check: bar.advance(bar.task_ids[0]),
+        )
+
+
+def _print(proof: Proof, llm: LLM, suite: str, temperature: float) -> None:
+    from hasten.methods import get
+
+    console = out()
+    info = llm.target.info
+    console.print(
+        f"{proof.method} against plain decoding: {info.name} in {_dtype(llm)} "
+        f"({info.engine} engine), suite {suite}"
+    )
+    lossless = get(llm.method.name).lossless
+    if lossless != "yes":
+        console.print(
+            f"note: {llm.method.name} doesn't claim to be lossless: {lossless}", style="yellow"
+        )
+    for rule, label in (("greedy", "greedy"), ("sampled", f"sampled, temperature {temperature:g}")):
+        same, count = proof.count(rule)
+        console.print(
+            Text(
+                f"  {label}: {same}/{count} identical", style="green" if same == count else "yellow"
+            )
+        )
+    for check in proof.checks:
+        if check.difference is not None:
+            console.print(
+                f"  prompt {check.prompt}, {check.rule}: {check.difference.describe()}",
+                soft_wrap=True,
+            )
+    for index, why in proof.skipped:
+        err().print(f"skipped prompt {index}: {why}", soft_wrap=True)
+    console.print(_verdict(proof))
+
+
+def _verdict(proof: Proof) -> Text:
+    different = sum(not check.identical for check in proof.checks)
+    if not proof.checks:
+        return Text("nothing was compared: every prompt was skipped", style="bold red")
+    if not different:
+        return Text("lossless here: every answer is identical", style="bold green")
+    if not proof.faults:
+        return Text(
+            f"lossless here up to rounding: answers that part at a measured near tie: {different}",
+            style="bold green",
+        )
+    why = "float32 excuses no difference" if proof.exact else "not a near tie"
+    return Text(
+        f"NOT lossless: answers that differ without excuse: {len(proof.faults)} ({why})",
+        style="bold red",
+    )
+
+
+def _as_json(proof: Proof, llm: LLM, suite: str) -> dict[str, Any]:
+    counts = {
+        rule: dict(zip(("identical", "total"), proof.count(rule), strict=True))
+        for rule in ("greedy", "sampled")
+    }
+    return {
+        "method": proof.method,
+        "model": llm.target.info.name,
+        "dtype": _dtype(llm),
+        "engine": llm.target.info.engine,
+        "suite": suite,
+        "ok": proof.ok,
+        **counts,
+        "faults": len(proof.faults),
+        "differences": [
+            {
+                "prompt": c.prompt,
+                "rule": c.rule,
+                "near_tie": c.difference.near_tie,
+                "explanation": c.difference.describe(),
+            }
+            for c in proof.checks
+            if c.difference is not None
+        ],
+        "skipped": [{"prompt": index, "why": why} for index, why in proof.skipped],
+    }
+
+
+def _dtype(llm: LLM) -> str:
+    return str(llm.target.info.dtype).removeprefix("torch.")

@@ -1,0 +1,130 @@
+"""Speculative decoding with a small draft model (Leviathan et al. 2023; Chen et al. 2023).
+
+The draft model is any target hasten can load. Its vocabulary must mean the same ids as the target's
+(padding rows at the end are fine); this is checked where it is loaded (`hasten.methods`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hasten.drafters.base import BaseDrafter, DraftContext, ModelRunner
+from hasten.errors import OptionError
+from hasten.types import Budget, Draft, DraftTree, Round, Rows, RowSignals
+
+
+class DraftModel(BaseDrafter):
+    """A chain from the draft model: its argmax, or drawn from its own distribution.
+
+    model        the draft model, shared between requests; each request has its own sequence in it
+    num_tokens   longest draft
+    vocab_size   ids at or above this (the target's vocabulary) are never drafted
+    draw         draw from q (needed for `rejection` to accept more than `match`); else take the
+                 argmax.
+                 A greedy request always takes the argmax.
+    threshold    stop drafting when the draft model's own probability of its token falls below this
+    """
+
+    name = "draft-model"
+
+    def __init__(
+        self,
+        model: ModelRunner,
+        *,
+        vocab_size: int,
+        num_tokens: int = 4,
+        draw: bool = False,
+        threshold: float = 0.0,
+    ) -> None:
+        if num_tokens < 1:
+            raise OptionError("draft-model.num_tokens", f"must be at least 1, got {num_tokens}")
+        if not 0 <= threshold < 1:
+            raise OptionError("draft-model.threshold", f"must be in [0, 1), got {threshold}")
+        self.model, self.num_tokens, self.vocab_size = model, num_tokens, vocab_size
+        self.draw, self.threshold = draw, threshold
+        self._sequence: Any = None
+        self._ids: list[int] = []
+
+    def begin(self, prompt: Sequence[int], signals: RowSignals) -> None:
+        """Open a sequence; the prompt is run at the first proposal, when it is known to be
+        needed."""
+        self.end()
+        self._ids = list(prompt)
+        self._sequence = self.model.open()
+
+    def propose(self, ctx: DraftContext, budget: Budget) -> Draft:
+        """At most `num_tokens` tokens; none once the draft model's context is full or an id isn't
+        in it."""
+        ids = self._ids
+        root = DraftTree.chain(ids[-1])
+        room = self.model.info.context_limit - len(ids)
+        count = min(self.num_tokens, budget.nodes - 1, budget.depth, room)
+        if count < 1 or max(ids[self._sequence.length :]) >= self.model.info.vocab_size:
+            return Draft(root)
+        started = time.perf_counter()
+        logits = self._catch_up()
+        ctx.model_seconds += time.perf_counter() - started
+        draft: list[int] = []
+        q: dict[int, torch.Tensor] = {}
+        while True:
+            token, probs = self._next(ctx, [*ids, *draft], logits)
+            if token is None:
+                break
+            if probs is not None:
+                q[len(draft)] = probs
+            draft.append(token)
+            if len(draft) == count:
+                break
+            started = time.perf_counter()
+            row = len(draft) - 1
+            (out,) = self.model.forward([Rows(self._sequence, (token,), (row - 1,))])
+            ctx.model_seconds += time.perf_counter() - started
+            logits = out.logits[-1]
+        return Draft(DraftTree.chain(ids[-1], draft), q=q)
+
+    def _catch_up(self) -> torch.Tensor:
+        """Run what the draft model hasn't seen; logits ``(vocab,)`` after the pending root."""
+        self.model.rollback(self._sequence)
+        missing = self._ids[self._sequence.length :]
+        out: torch.Tensor = self.model.prefill(self._sequence, missing).logits[-1]
+        return out
+
+    def _next(
+        self, ctx: DraftContext, prefix: list[int], logits: torch.Tensor
+    ) -> tuple[int | None, torch.Tensor | None]:
+        """The next draft token and, where it was drawn, the q it was drawn from; (None, None) to
+        stop."""
+        known = min(logits.shape[0], self.vocab_size)
+        logits = logits[:known].float()
+        if not (self.draw and not ctx.greedy):
+            token = int(logits.argmax())
+            if self.threshold and float(logits.softmax(-1)[token]) < self.threshold:
+                return None, None
+            return token, None
+        wide = torch.full((self.vocab_size,), -torch.inf, device=logits.device)
+        wide[:known] = logits
+        probs = ctx.warp(prefix, wide)
+        # The stop is decided from q alone, before the draw: deciding after it would bias the
+        # answer.
+        if float(probs.max()) < self.threshold:
+            return None, None
+        return ctx.sample(probs, len(prefix), 1)[0], probs
+
+    def observe(self, round: Round) -> None:
+        """Keep the draft model's cache on the accepted path; what it already ran isn't run
+        again."""
+        accepted = len(round.accepted) - 1
+        if round.tree is not None and self._sequence.pending:
+            keep = min(accepted, self._sequence.pending)
+            self.model.commit(self._sequence, range(keep))
+        self._ids.extend(round.emitted)
+
+    def end(self) -> None:
+        """Close the sequence."""
+        if self._sequence is not None:
+            self.model.close(self._sequence)
+            self._sequence = None

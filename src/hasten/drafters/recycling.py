@@ -1,0 +1,105 @@
+"""Token recycling: a fixed tree of candidate ranks filled from the latest top-k of each token.
+
+Luo et al., "Turning Trash into Treasure" (arXiv 2408.08696, ACL 2025). The static template of 80
+guesses
+is the paper's; the budgeted form keeps the nodes of the template likeliest by rank, so that a
+machine
+where 81 rows are dear can use it too (ours).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hasten.drafters.base import BaseDrafter, DraftContext
+from hasten.drafters.successors import SuccessorTable
+from hasten.drafters.tree_builder import TreeBuilder
+from hasten.types import Budget, Draft, Round, RowSignals, Signals
+
+BREADTH = 8
+
+Path = tuple[int, ...]
+
+
+def _template() -> tuple[Path, ...]:
+    """The paper's 80 paths of candidate ranks, level by level (its ``tree_version`` 2.2.2)."""
+    children: dict[Path, int] = {(): 8}
+    children |= dict(zip([(r,) for r in range(8)], (8, 4, 3, 2, 1, 1, 1, 1), strict=True))
+    children |= {(0, r): c for r, c in enumerate((8, 3, 2, 1, 1, 1, 1, 1))}
+    children |= {(1, 0): 2, (1, 1): 1, (2, 0): 1, (3, 0): 1, (4, 0): 1, (5, 0): 1}
+    children |= {(0, 0, 0): 5, (0, 0, 1): 2, (0, 0, 2): 1, (0, 0, 3): 1, (0, 0, 4): 1}
+    children |= {(0, 1, 0): 1, (0, 2, 0): 1, (1, 0, 0): 1, (2, 0, 0): 1, (3, 0, 0): 1}
+    children |= {(0, 0, 0, 0): 3, (0, 0, 0, 1): 1, (0, 0, 0, 2): 1, (0, 0, 1, 0): 1}
+    children |= {(0, 1, 0, 0): 1, (1, 0, 0, 0): 1, (0, 0, 0, 0, 0): 2, (0, 0, 0, 1, 0): 1}
+    paths = [(*parent, rank) for parent, count in children.items() for rank in range(count)]
+    return tuple(sorted(paths, key=lambda p: (len(p), p)))
+
+
+TEMPLATE = _template()
+
+
+def best_paths(count: int) -> tuple[Path, ...]:
+    """The `count` paths of the template likeliest by rank, closed under parents.
+
+    A rank-r candidate is taken to be 1 / (r + 1) ** 2 as likely as the first, and a level deeper
+    half
+    as likely: rough, but only the order matters.
+    """
+
+    def score(path: Path) -> float:
+        out = 1.0
+        for rank in path:
+            out *= 0.5 / (rank + 1) ** 2
+        return out
+
+    return tuple(
+        sorted(sorted(TEMPLATE, key=lambda p: (-score(p), p))[:count], key=lambda p: (len(p), p))
+    )
+
+
+class TokenRecycling(BaseDrafter):
+    """Fills the template from the successor table.
+
+    warm_up   learn from the prompt's rows too (ours; the paper starts from what earlier requests
+              left)
+    table     shared memory; None: this request's own
+    """
+
+    name = "recycling"
+
+    def __init__(self, *, warm_up: bool = True, table: SuccessorTable | None = None) -> None:
+        self.needs = Signals(topk=BREADTH, prompt=warm_up)
+        self._shared = table
+        self._table = table or SuccessorTable()
+        self._paths: tuple[Path, ...] = ()
+        self._for = -1
+
+    def begin(self, prompt: Sequence[int], signals: RowSignals) -> None:
+        """Store the prompt's successors."""
+        self._table = self._shared or SuccessorTable()
+        if signals.topk_ids is not None:
+            self._table.update(list(prompt[-len(signals.topk_ids) :]), signals.topk_ids)
+
+    def propose(self, ctx: DraftContext, budget: Budget) -> Draft:
+        """The template, or its best ``budget.nodes - 1`` paths, as far as the table knows them."""
+        if self._for != budget.nodes:
+            self._for, self._paths = budget.nodes, best_paths(budget.nodes - 1)
+        tree = TreeBuilder(ctx.ids[-1], budget.nodes, budget.depth)
+        nodes: dict[Path, int | None] = {(): 0}
+        for path in self._paths:
+            parent = nodes.get(path[:-1])
+            if parent is None:
+                continue
+            candidates = self._table.get(tree.tokens[parent])
+            if path[-1] < len(candidates):
+                nodes[path] = tree.add(parent, candidates[path[-1]], "logits", path[-1])
+        return tree.draft()
+
+    def observe(self, round: Round) -> None:
+        """Store every evaluated row, rejected ones too; accepted ones win."""
+        if round.tree is not None and round.signals.topk_ids is not None:
+            self._table.update(round.tree.tokens, round.signals.topk_ids, round.accepted)
+
+    def end(self) -> None:
+        """Leave no trace of the request, unless its table is shared."""
+        self._table = self._shared or SuccessorTable()

@@ -1,0 +1,52 @@
+"""Growing a draft tree from several sources: shared prefixes fuse, every node knows its source."""
+
+from __future__ import annotations
+
+from hasten.types import Draft, DraftTree
+
+
+class TreeBuilder:
+    """A draft under construction; node 0 is the root. ``nodes`` counts it."""
+
+    __slots__ = ("_index", "depths", "limit", "max_depth", "parents", "ranks", "sources", "tokens")
+
+    def __init__(self, root: int, limit: int, max_depth: int) -> None:
+        """At most `limit` nodes with the root, none deeper than `max_depth`."""
+        self.tokens = [root]
+        self.parents = [-1]
+        self.depths = [0]
+        self.sources = [""]
+        self.ranks = [0]
+        self.limit, self.max_depth = limit, max_depth
+        self._index: dict[tuple[int, int], int] = {}
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def full(self) -> bool:
+        """No room for another node."""
+        return len(self.tokens) >= self.limit
+
+    def add(self, parent: int, token: int, source: str, rank: int = 0) -> int | None:
+        """The child of `parent` with `token`, made if new; None when there is no room for it."""
+        key = (parent, token)
+        found = self._index.get(key)
+        if found is not None:
+            return found
+        depth = self.depths[parent] + 1
+        if len(self.tokens) >= self.limit or depth > self.max_depth:
+            return None
+        node = len(self.tokens)
+        self._index[key] = node
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.depths.append(depth)
+        self.sources.append(source)
+        self.ranks.append(rank)
+        return node
+
+    def draft(self) -> Draft:
+        """The finished draft."""
+        tree = DraftTree(tuple(self.tokens), tuple(self.parents))
+        return Draft(tree, sources=tuple(self.sources), ranks=tuple(self.ranks))

@@ -1,0 +1,244 @@
+"""Methods by name: ``NAME[:VARIANT][,key=value...]`` -> a drafter and a policy for each request.
+
+A method is registered once with its options (a frozen dataclass: names, types, defaults, help),
+what it
+needs of the target, and whether it is lossless. Third parties register through the entry point
+group
+``hasten.drafters``: each entry point names a `Method` (or a function that returns one).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from importlib.metadata import entry_points
+from typing import Any, get_type_hints
+
+from hasten.drafters.base import Drafter
+from hasten.errors import CapabilityError, OptionError
+from hasten.policies.base import Policy
+from hasten.targets.base import Capabilities, Target
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINTS = "hasten.drafters"
+
+MakeRequest = Callable[[], tuple[Drafter, Policy]]
+"""Makes one request's drafter and policy: they are never shared between requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class MethodContext:
+    """What a method is prepared with, once per loaded model.
+
+    load      loads another model (a name, folder or file) as a target: ``(target, tokenizer)``.
+    """
+
+    target: Target
+    tokenizer: Any
+    load: Callable[[str], tuple[Target, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class NoOptions:
+    """A method without options."""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A way to draft.
+
+    prepare   ``(options, context) -> make`` does the heavy part (loading models) once.
+    requires  names of `Capabilities` fields without which the method is refused.
+    needs     the same in words, for ``hasten methods``.
+    lossless  ``"yes"``, or ``"no (...)"`` for the methods that say so.
+    variants  named sets of options.
+    trees     drafts may branch: on a target without tree masks they are cut to chains, which is
+              said.
+    """
+
+    name: str
+    summary: str
+    prepare: Callable[[Any, MethodContext], MakeRequest]
+    options: type = NoOptions
+    requires: tuple[str, ...] = ("rollback",)
+    needs: str = "nothing"
+    lossless: str = "yes"
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    trees: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MethodSpec:
+    """A configured method; `options` are typed and checked. Made by `parse` or `configure`."""
+
+    name: str
+    variant: str = ""
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        head = f"{self.name}:{self.variant}" if self.variant else self.name
+        return ",".join([head, *(f"{k}={_show(v)}" for k, v in self.options)])
+
+
+_REGISTRY: dict[str, Method] = {}
+_entry_points_read = False
+
+
+def register(method: Method) -> None:
+    """Add a method. Raises OptionError when the name is taken."""
+    if method.name in _REGISTRY:
+        raise OptionError(
+            "method",
+            f"{method.name!r} is registered already",
+            "Choose another name for the new one",
+        )
+    _REGISTRY[method.name] = method
+
+
+def all_methods() -> dict[str, Method]:
+    """Every method by name, those of installed plug-ins included."""
+    from hasten.drafters import builtin
+
+    for method in builtin.METHODS:
+        _REGISTRY.setdefault(method.name, method)
+    _read_entry_points()
+    return dict(_REGISTRY)
+
+
+def _read_entry_points() -> None:
+    """Load plug-ins once; a broken one is reported and left out, so that it can't break the
+    others."""
+    global _entry_points_read
+    if _entry_points_read:
+        return
+    _entry_points_read = True
+    for entry in entry_points(group=ENTRY_POINTS):
+        try:
+            loaded = entry.load()
+            register(loaded if isinstance(loaded, Method) else loaded())
+        except Exception as error:
+            logger.warning("plug-in %s (%s) was not loaded: %s", entry.name, entry.value, error)
+
+
+def get(name: str) -> Method:
+    """The method called `name`. Raises OptionError naming the known ones."""
+    known = all_methods()
+    if name not in known:
+        raise OptionError(
+            "method",
+            f"unknown method {name!r}",
+            f"Known: {', '.join(known)} (see `hasten methods`)",
+        )
+    return known[name]
+
+
+def configure(name: str, /, *, variant: str = "", **options: Any) -> MethodSpec:
+    """A method with options given as Python values: ``configure("prompt-lookup", nodes=8)``."""
+    method = get(name)
+    if variant and variant not in method.variants:
+        known = ", ".join(method.variants) or "none"
+        raise OptionError(
+            "method", f"{name!r} has no variant {variant!r}", f"Known variants: {known}"
+        )
+    hints = get_type_hints(method.options)
+    typed = tuple((key, _typed(name, key, value, hints)) for key, value in options.items())
+    return MethodSpec(name, variant, typed)
+
+
+def parse(text: str | MethodSpec) -> MethodSpec:
+    """``NAME[:VARIANT][,key=value...]`` as a `MethodSpec`. Raises OptionError."""
+    if isinstance(text, MethodSpec):
+        return text
+    if not isinstance(text, str):
+        raise OptionError("method", f"must be a name or a MethodSpec, got {type(text).__name__}")
+    head, *pairs = [part.strip() for part in text.split(",")]
+    name, _, variant = head.partition(":")
+    options: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise OptionError("method", f"{pair!r} in {text!r} isn't key=value")
+        if key.strip() in options:
+            raise OptionError("method", f"option {key.strip()!r} is given twice in {text!r}")
+        options[key.strip()] = value.strip()
+    return configure(name.strip(), variant=variant.strip(), **options)
+
+
+def split(text: str) -> list[str]:
+    """Split ``"racer,nodes=24,ar"`` between names only: ``["racer,nodes=24", "ar"]``."""
+    out: list[str] = []
+    for part in (p.strip() for p in text.split(",")):
+        if not part:
+            continue
+        if "=" in part and ":" not in part.partition("=")[0] and out:
+            out[-1] += f",{part}"
+        else:
+            out.append(part)
+    return out
+
+
+def prepare(spec: MethodSpec, context: MethodContext) -> MakeRequest:
+    """Check the target and do the heavy part. Raises CapabilityError before any pass."""
+    method = get(spec.name)
+    check_capabilities(method, context.target)
+    values = {**method.variants.get(spec.variant, {}), **dict(spec.options)}
+    return method.prepare(method.options(**values), context)
+
+
+def check_capabilities(method: Method, target: Target) -> None:
+    """Refuse a method that the target can't carry; announce when trees become chains."""
+    have: Capabilities = target.capabilities
+    why = " ".join(have.notes) or "See `hasten info MODEL`."
+    for name in method.requires:
+        if not getattr(have, name):
+            raise CapabilityError(
+                f"method {method.name!r} needs a target with {name.replace('_', ' ')}, which "
+                f"{target.info.name} ({target.info.engine} engine) lacks. {why} "
+                "method='ar' (plain decoding) works."
+            )
+    if method.trees and not have.tree:
+        logger.warning(
+            "%s: %s drafts chains instead of trees. %s", target.info.name, method.name, why
+        )
+
+
+_WORDS = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
+
+
+def _typed(name: str, key: str, value: Any, hints: Mapping[str, type]) -> Any:
+    """`value` (text or Python) as the option's type. Raises OptionError naming ``name.key``."""
+    if key not in hints:
+        raise OptionError(
+            f"{name}.{key}", "no such option", f"{name} takes {', '.join(hints) or 'no options'}"
+        )
+    want = hints[key]
+    try:
+        if want is bool:
+            return value if isinstance(value, bool) else _WORDS[str(value).lower()]
+        if want in (int, float) and isinstance(value, bool):
+            raise ValueError("a switch, not a number")
+        if want is int and isinstance(value, float) and not value.is_integer():
+            raise ValueError("not whole")
+        return want(value)
+    except (KeyError, ValueError, TypeError):
+        words = {bool: "on or off", int: "a whole number", float: "a number", str: "text"}.get(
+            want, want.__name__
+        )
+        raise OptionError(f"{name}.{key}", f"must be {words}, got {value!r}") from None
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value)
+
+
+def option_help(method: Method) -> list[tuple[str, str, str]]:
+    """For each option: name, default, help."""
+    made = method.options()
+    return [
+        (f.name, _show(getattr(made, f.name)), f.metadata.get("help", ""))
+        for f in fields(method.options)
+    ]

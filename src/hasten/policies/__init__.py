@@ -1,0 +1,1 @@
+"""Policies: what to draft, how much, or not at all."""

@@ -1,0 +1,140 @@
+"""What the loop asks of a model: sequences with a cache that can be cut, and passes over trees.
+
+One mechanism serves chat turns, several answers to one prompt, batches and particle populations:
+a *sequence* is a handle on committed tokens; `open(parent, length)` forks one. Rows run by
+`forward`
+are *pending* until `commit` keeps some of them or `rollback` drops them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from hasten.types import Pass, Rows
+
+__all__ = ["Capabilities", "Pass", "Rows", "SequenceHandle", "Target", "TargetInfo"]
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a target can do; found by structure and by a self-check at load, never by model name.
+
+    tree          a pass may hold branches (tree mask and position ids are honoured)
+    rollback      pending rows can be dropped; without it only one row at a time can be run
+    layer_ranges  `forward(layers=(lo, hi))` works, with a KV frontier per layer
+    taps          hidden states of chosen layers
+    fork          `open(parent, length)` works, and whether it shares memory is the target's matter
+    packed        rows of several sequences run in one pass
+    notes         one sentence for each thing that is off, saying why (shown by ``hasten info``)
+    """
+
+    tree: bool = True
+    rollback: bool = True
+    layer_ranges: bool = False
+    taps: bool = True
+    fork: bool = True
+    packed: bool = False
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TargetInfo:
+    """Facts about a target that methods, costs and trained parts are keyed by.
+
+    vocab_size is the number of rows of the LM head (it may exceed the tokenizer's). context_limit
+    is
+    the most tokens a sequence may hold. fingerprint identifies the weights whatever dtype they run
+    in.
+    """
+
+    name: str
+    architecture: str
+    vocab_size: int
+    eos_ids: frozenset[int]
+    context_limit: int
+    num_layers: int
+    hidden_size: int
+    dtype: torch.dtype
+    device: torch.device
+    fingerprint: str = ""
+    engine: str = ""
+    """``"fused"`` or ``"transformers"``."""
+
+
+class SequenceHandle(Protocol):
+    """A sequence of a target: `length` tokens are committed, `pending` rows wait for commit."""
+
+    @property
+    def length(self) -> int:
+        """Committed tokens."""
+        ...
+
+    @property
+    def pending(self) -> int:
+        """Rows run and neither committed nor dropped."""
+        ...
+
+
+@runtime_checkable
+class Target(Protocol):
+    """A causal language model behind hasten's loop. Not thread-safe; one pass at a time."""
+
+    info: TargetInfo
+    capabilities: Capabilities
+
+    def open(self, parent: Any = None, length: int | None = None) -> Any:
+        """A new empty sequence, or a fork of `parent`'s first `length` committed tokens (default
+        all)."""
+        ...
+
+    def close(self, sequence: Any) -> None:
+        """Give the sequence's memory back. Closing twice is harmless."""
+        ...
+
+    def truncate(self, sequence: Any, length: int) -> None:
+        """Keep only the first `length` committed tokens (pending rows are dropped)."""
+        ...
+
+    def prefill(
+        self,
+        sequence: Any,
+        tokens: Sequence[int],
+        *,
+        taps: Sequence[int] = (),
+        all_logits: bool = False,
+    ) -> Pass:
+        """Run and commit `tokens`, in chunks; logits of the last row, or of all with
+        `all_logits`."""
+        ...
+
+    def forward(
+        self,
+        batch: Sequence[Rows],
+        *,
+        layers: tuple[int, int] | None = None,
+        taps: Sequence[int] = (),
+    ) -> list[Pass]:
+        """One pass over the rows of each sequence; they become pending.
+
+        `layers=(lo, hi)` runs decoder layers lo..hi-1 only (default all). With lo > 0 the rows
+        named
+        must be exactly the pending rows that stand at frontier lo, in order: they resume from their
+        stored hidden states. Logits are given only when hi is the number of layers.
+        """
+        ...
+
+    def commit(self, sequence: Any, rows: Sequence[int]) -> None:
+        """Keep these pending rows (a root-to-node path, increasing) and drop the others."""
+        ...
+
+    def rollback(self, sequence: Any) -> None:
+        """Drop all pending rows: the sequence is as after the last commit."""
+        ...
+
+    def embed(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Input embeddings, ``(len(tokens), hidden_size)``, in the target's dtype on its device."""
+        ...

@@ -1,0 +1,122 @@
+"""What is read from a model's files: tensors on demand, end-of-sequence ids, a fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from hasten.errors import ModelError
+
+_INDEX = "model.safetensors.index.json"
+_SAMPLES = 16
+"""Numbers hashed of each tensor. A fine-tune changes nearly all of them, a copy none."""
+
+
+class SafetensorsFolder(Mapping[str, torch.Tensor]):
+    """The tensors of a folder's safetensors files, one or sharded, each read when asked for.
+
+    A tensor is mapped from its file, not copied: what is never used costs no memory. Names are the
+    checkpoint's; a tied head has no entry of its own unless the checkpoint stores one.
+    Raises ModelError when there are no such files or a shard is missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._files: list[Any] = [
+            safe_open(path, framework="pt", device="cpu") for path in safetensors_files(folder)
+        ]
+        self._home = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._home[name].get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._home)
+
+    def __len__(self) -> int:
+        return len(self._home)
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """The weight files of a model folder, as its index lists them, or its only one."""
+    index = folder / _INDEX
+    if not index.is_file():
+        single = folder / "model.safetensors"
+        if single.is_file():
+            return [single]
+        raise ModelError(
+            f"{folder} has no weights: neither model.safetensors nor {_INDEX} is there."
+        )
+    try:
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelError(f"{index} is damaged: {error!r}. Fetch it again.") from error
+    missing = sorted(name for name in shards if not (folder / name).is_file())
+    if missing:
+        raise ModelError(
+            f"{folder} is incomplete: {len(missing)} of {len(shards)} weight files are missing "
+            f"({missing[0]}, ...). Fetch it again."
+        )
+    return [folder / name for name in sorted(shards)]
+
+
+def has_safetensors(folder: Path) -> bool:
+    """True when the folder has weights in this format (perhaps not all of them)."""
+    return (folder / _INDEX).is_file() or (folder / "model.safetensors").is_file()
+
+
+def eos_ids(generation_config: Any, config: Any, tokenizer: Any) -> frozenset[int]:
+    """The ids that end an answer.
+
+    All that the generation config and the model's config name, each an id, a list or nothing; the
+    tokenizer's only when neither names one. Any of the three may be None. Empty: nothing ends an
+    answer but its length.
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found = {
+        token
+        for holder in (generation_config, config, text)
+        for token in _as_ids(getattr(holder, "eos_token_id", None))
+    }
+    return frozenset(found or _as_ids(getattr(tokenizer, "eos_token_id", None)))
+
+
+def _as_ids(value: Any) -> list[int]:
+    if value is None:
+        return []
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    ids = value if isinstance(value, (list, tuple, set, frozenset)) else [value]
+    return [int(token) for token in ids if token is not None and int(token) >= 0]
+
+
+def weights_fingerprint(architecture: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """A hash that tells models apart by their weights, the same for a folder and its loaded model.
+
+    Covers the architecture, each tensor's name and shape, and a few numbers spread over it, rounded
+    to bfloat16 so that float32 and bfloat16 copies of one model agree (float16 ones may not).
+    Weights that can't be read (on the meta device) count by shape only.
+    """
+    digest = hashlib.sha256(architecture.encode())
+    for name in sorted(tensors):
+        if name == "lm_head.weight":
+            continue  # a tied head is there or not, depending on how the model was saved
+        tensor = tensors[name]
+        digest.update(f"|{name}{tuple(tensor.shape)}".encode())
+        if tensor.numel() and not tensor.is_meta:
+            digest.update(_sample(tensor.detach()).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    count = min(_SAMPLES, tensor.numel())
+    where = [(2 * i + 1) * tensor.numel() // (2 * count) for i in range(count)]
+    index = torch.tensor(where, device=tensor.device)
+    picked = tensor.reshape(-1)[index].to(torch.bfloat16)
+    return picked.float().cpu()

@@ -1,0 +1,275 @@
+"""The fused decoder's weights: read from a checkpoint, checked, joined, and packed for the CPU.
+
+q, k and v are one product, gate and up another. The features of q and k are reordered so that the
+two halves that rotary embedding mixes are neighbours. On the CPU the weights of the two norms
+inside a block are folded into the products that follow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from hasten.errors import ModelError
+
+_ROWS_HINT = 8
+"""Row count oneDNN packs for: the layout it picks for one row is slower, even for one row."""
+_LONG_ROW = 1024
+"""Features from which oneDNN sums a single row in another order."""
+
+
+class Linear(Protocol):
+    """A product with a fixed weight."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``(rows, in) -> (rows, out)``, a new tensor."""
+        ...
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The product plus `residual` ``(rows, out)``, as a new tensor."""
+        ...
+
+
+class DenseLinear:
+    """`torch.nn.functional.linear`: any device and dtype."""
+
+    __slots__ = ("bias", "weight")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``(rows, in) -> (rows, out)``."""
+        return F.linear(x, self.weight, self.bias)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The product plus `residual`."""
+        return F.linear(x, self.weight, self.bias).add_(residual)
+
+
+class PackedLinear:
+    """oneDNN's product with a weight laid out for it once; CPU, where `can_pack` says so.
+
+    Over long rows it has another order of summation, slower in float32, for a single row: that one
+    runs as two. So a row gets the same bits whatever the rows beside it.
+    """
+
+    __slots__ = ("_linear", "_linear_add", "_never_single", "bias", "weight")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        ops = torch.ops.mkldnn
+        self.weight = ops._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
+        self._never_single = weight.shape[1] > _LONG_ROW
+        self.bias = bias
+        self._linear = ops._linear_pointwise.default
+        self._linear_add = ops._linear_pointwise.binary
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``(rows, in) -> (rows, out)``."""
+        single = self._never_single and x.shape[0] == 1
+        x = x.expand(2, -1) if single else x
+        out: torch.Tensor = self._linear(x, self.weight, self.bias, "none", [], "")
+        return out.narrow(0, 0, 1) if single else out
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The product plus `residual`, in one operation."""
+        single = self._never_single and x.shape[0] == 1
+        if single:
+            x, residual = x.expand(2, -1), residual.expand(2, -1)
+        out: torch.Tensor = self._linear_add(x, residual, self.weight, self.bias, "add")
+        return out.narrow(0, 0, 1) if single else out
+
+
+@cache
+def can_pack(dtype: torch.dtype, device_type: str) -> bool:
+    """Whether `PackedLinear` exists here and gives the products of `torch.nn.functional.linear`."""
+    mkldnn = torch.backends.mkldnn
+    if device_type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+        return False
+    if not (mkldnn.is_available() and mkldnn.enabled):  # type: ignore[no-untyped-call]
+        return False
+    try:
+        if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return False
+        with torch.inference_mode(), torch.device("cpu"):
+            weight = (torch.arange(32 * 48) % 7 - 3).view(32, 48).to(dtype)
+            x = (torch.arange(3 * 48) % 5 - 2).view(3, 48).to(dtype)
+            residual = (torch.arange(3 * 32) % 9).view(3, 32).to(dtype)
+            bias = torch.arange(32).to(dtype)
+            packed, want = PackedLinear(weight, bias), F.linear(x, weight, bias)
+            # Small whole numbers: exact in any dtype and order of summation.
+            same = torch.equal(packed(x), want)
+            return same and torch.equal(packed.add(x, residual), want + residual)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
+
+
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    """The fastest product this device and dtype have."""
+    if can_pack(weight.dtype, weight.device.type):
+        return PackedLinear(weight, bias)
+    return DenseLinear(weight, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of a decoder, and where and in what dtype it runs.
+
+    inner       width of the MLP
+    head_norm   whether q and k are normalised per head (Qwen3)
+    rope_scale  multiplies cosines and sines (yarn)
+    """
+
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    head_norm: bool
+    rope_scale: float
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def compute(self) -> torch.dtype:
+        """The dtype of scores and cache: float32 on the CPU, the model's own elsewhere."""
+        return torch.float32 if self.device.type == "cpu" else self.dtype
+
+    @property
+    def folds_norms(self) -> bool:
+        """Whether norm weights are folded into the products (float16 would underflow)."""
+        return self.device.type == "cpu" and self.dtype != torch.float16
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One block.
+
+    attention_norm and mlp_norm ``(hidden,)`` are None when folded. head_norm, float32
+    ``(heads + kv_heads, head_dim)``, is the weight of q's and k's norm times sqrt(head_dim).
+    """
+
+    qkv: Linear
+    out: Linear
+    gate_up: Linear
+    down: Linear
+    attention_norm: torch.Tensor | None
+    mlp_norm: torch.Tensor | None
+    head_norm: torch.Tensor | None
+
+
+class Checkpoint:
+    """Tensors by name, of checked sizes, in the dtype and on the device of `shape`."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> None:
+        self._tensors, self._shape = tensors, shape
+        self._read: set[str] = set()
+
+    def __call__(self, name: str, *size: int) -> torch.Tensor:
+        """The tensor `name`; `ModelError` when it is missing or not of this size."""
+        if name not in self._tensors:
+            raise ModelError(
+                f"the checkpoint has no tensor {name!r}: it is incomplete, or of another "
+                "architecture than its config says"
+            )
+        tensor = self._tensors[name]
+        if tuple(tensor.shape) != size:
+            raise ModelError(
+                f"tensor {name!r} is {tuple(tensor.shape)}, the config says {size}: config and "
+                "weights don't belong together"
+            )
+        self._read.add(name)
+        return tensor.detach().to(device=self._shape.device, dtype=self._shape.dtype)
+
+    def optional(self, name: str, *size: int) -> torch.Tensor | None:
+        """The tensor `name`, or None when the checkpoint has none of that name."""
+        return self(name, *size) if name in self._tensors else None
+
+    def refuse_leftovers(self, prefix: str) -> None:
+        """Raise `ModelError` when a tensor under `prefix` wasn't read: the block isn't ours."""
+        names = [n for n in self._tensors if n.startswith(prefix) and n not in self._read]
+        left = sorted(n for n in names if "rotary_emb" not in n)
+        if left:
+            raise ModelError(
+                f"the fused decoder doesn't know these weights: {', '.join(left[:3])}. Use the "
+                "transformers target"
+            )
+
+
+def load_layer(read: Checkpoint, index: int, shape: Shape) -> LayerWeights:
+    """Block `index` from the checkpoint."""
+    prefix = f"model.layers.{index}."
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    attention_norm = read(f"{prefix}input_layernorm.weight", shape.hidden)
+    mlp_norm = read(f"{prefix}post_attention_layernorm.weight", shape.hidden)
+    attention = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+    mlp = {"gate_proj": shape.inner, "up_proj": shape.inner}
+    weights = LayerWeights(
+        qkv=_fused(read, f"{prefix}self_attn.", attention, attention_norm, shape),
+        out=_plain(read, f"{prefix}self_attn.o_proj", q, shape),
+        gate_up=_fused(read, f"{prefix}mlp.", mlp, mlp_norm, shape),
+        down=_plain(read, f"{prefix}mlp.down_proj", shape.inner, shape),
+        attention_norm=None if shape.folds_norms else attention_norm,
+        mlp_norm=None if shape.folds_norms else mlp_norm,
+        head_norm=_head_norm(read, f"{prefix}self_attn.", shape) if shape.head_norm else None,
+    )
+    read.refuse_leftovers(prefix)
+    return weights
+
+
+def _plain(read: Checkpoint, name: str, size: int, shape: Shape) -> Linear:
+    weight = read(f"{name}.weight", shape.hidden, size)
+    return make_linear(weight, read.optional(f"{name}.bias", shape.hidden))
+
+
+def _fused(
+    read: Checkpoint, prefix: str, sizes: Mapping[str, int], norm: torch.Tensor, shape: Shape
+) -> Linear:
+    """Several products of one input, after a norm, as one."""
+    weights: list[torch.Tensor] = []
+    biases: list[torch.Tensor | None] = []
+    for name, size in sizes.items():
+        weight = read(f"{prefix}{name}.weight", size, shape.hidden)
+        bias = read.optional(f"{prefix}{name}.bias", size)
+        if name in ("q_proj", "k_proj"):
+            weight = _interleave(weight, size // shape.head_dim)
+            bias = None if bias is None else _interleave(bias, size // shape.head_dim)
+        weights.append(weight)
+        biases.append(bias)
+    weight = torch.cat(weights)
+    if shape.folds_norms:
+        # The decoder's norm leaves x / |x|: the root of the width belongs to the weight.
+        weight = (weight.float() * (norm.float() * math.sqrt(shape.hidden))).to(shape.dtype)
+    return make_linear(weight, _joined_bias(biases, list(sizes.values())))
+
+
+def _joined_bias(
+    biases: Sequence[torch.Tensor | None], sizes: Sequence[int]
+) -> torch.Tensor | None:
+    known = [b for b in biases if b is not None]
+    if not known:
+        return None
+    zeros = known[0].new_zeros
+    return torch.cat([zeros(n) if b is None else b for b, n in zip(biases, sizes, strict=True)])
+
+
+def _head_norm(read: Checkpoint, prefix: str, shape: Shape) -> torch.Tensor:
+    dim, parts = shape.head_dim, []
+    for name, heads in (("q_norm", shape.heads), ("k_norm", shape.kv_heads)):
+        weight = _interleave(read(f"{prefix}{name}.weight", dim), 1)
+        parts.append(weight.float().expand(heads, dim))
+    return torch.cat(parts) * math.sqrt(dim)
+
+
+def _interleave(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """Makes features i and i + head_dim/2 of each head neighbours (dim 0)."""
+    halves = rows.reshape(heads, 2, -1, *rows.shape[1:])
+    return halves.transpose(1, 2).reshape(rows.shape)

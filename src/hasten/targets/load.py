@@ -1,0 +1,352 @@
+"""From what the user names to a target: finds the model, picks the engine, reads the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from hasten.errors import CapabilityError, ModelError, OptionError
+from hasten.targets.base import Target
+from hasten.targets.catalog import KNOWN_WEIGHTS, ModelSource, prepare, repair, resolve
+from hasten.targets.checkpoint import (
+    SafetensorsFolder,
+    eos_ids,
+    has_safetensors,
+    weights_fingerprint,
+)
+from hasten.targets.engine import why_not_fused, why_object_not_fused
+
+ENGINES = ("auto", "fused", "transformers")
+
+_DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model ready to run: its target, its tokenizer (transformers' kind) and its source."""
+
+    target: Target
+    tokenizer: Any
+    source: ModelSource
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """`load_target`'s options, checked; None where the caller named nothing."""
+
+    engine: str
+    dtype: torch.dtype | None
+    device: torch.device | None
+    device_map: Any
+    attn_implementation: str | None
+    trust_remote_code: bool
+    revision: str | None
+
+    def refuse_for_loaded_model(self) -> None:
+        """Raise OptionError for what only makes sense while a model is being loaded."""
+        named = {
+            "dtype": self.dtype,
+            "device": self.device,
+            "device_map": self.device_map,
+            "attn_implementation": self.attn_implementation,
+            "trust_remote_code": self.trust_remote_code or None,
+            "revision": self.revision,
+        }
+        for option, value in named.items():
+            if value is not None:
+                raise OptionError(
+                    option,
+                    "can't be given with a loaded model",
+                    "Load the model with it, or leave it",
+                )
+
+
+def load_target(
+    model: Any = None,
+    *,
+    tokenizer: Any = None,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    engine: str = "auto",
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    attn_implementation: str | None = None,
+    device_map: Any = None,
+) -> Loaded:
+    """Load a model as a target.
+
+    model                None (the embedded default), an alias, a folder, a ``.gguf`` file, a
+                         Hugging Face id, a loaded transformers model, or (model, tokenizer)
+    tokenizer            a tokenizer or where to load one from; default: the model's own. Needed
+                         with a loaded model
+    dtype                ``"float32"``, ``"bfloat16"``, ``"float16"`` or a torch dtype; default: the
+                         checkpoint's own, float32 for the embedded model
+    device               ``"cpu"``, ``"cuda"``, ``"mps"``, ...; default: CUDA where there is one
+    engine               ``"auto"`` takes hasten's own decoder where it can run the model, else
+                         transformers; the other two insist
+    trust_remote_code    run Python code that comes with the model
+    revision             of a hub model: branch, tag or commit
+    attn_implementation  transformers' attention kind: means the transformers engine
+    device_map           transformers' placement over devices: means the transformers engine
+
+    A loaded model is never changed. The fused engine keeps a packed copy of its weights, so later
+    changes to the model are not seen. Raises ModelError (not found, incomplete, can't be read),
+    OptionError (contradictory or unknown options), CapabilityError (``engine="fused"`` can't run
+    it).
+    """
+    if isinstance(model, tuple):
+        model, tokenizer = _pair(model, tokenizer)
+    options = _Options(
+        engine=_engine(engine),
+        dtype=_dtype(dtype),
+        device=_device(device),
+        device_map=device_map,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+        revision=revision,
+    )
+    if device is not None and device_map is not None:
+        raise OptionError("device_map", "contradicts device", "Give one of the two")
+    if model is None or isinstance(model, (str, Path)):
+        return _load_named(resolve(model), tokenizer, options)
+    return _load_object(model, tokenizer, options)
+
+
+# -- options ---------------------------------------------------------------------------------------
+
+
+def _pair(pair: tuple[Any, ...], tokenizer: Any) -> tuple[Any, Any]:
+    if len(pair) != 2:
+        raise OptionError("model", f"a tuple must be (model, tokenizer), got {len(pair)} items")
+    if tokenizer is not None:
+        raise OptionError("tokenizer", "given twice: in the pair and by name", "Give it once")
+    return pair[0], pair[1]
+
+
+def _engine(engine: str) -> str:
+    if engine not in ENGINES:
+        raise OptionError("engine", f"unknown: {engine!r}", f"Known: {', '.join(ENGINES)}")
+    return engine
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if isinstance(dtype, str) and dtype != "auto":
+        if dtype not in _DTYPES:
+            raise OptionError("dtype", f"unknown: {dtype!r}", f"Known: auto, {', '.join(_DTYPES)}")
+        return _DTYPES[dtype]
+    if isinstance(dtype, torch.dtype) and dtype not in _DTYPES.values():
+        raise OptionError(
+            "dtype", f"{dtype} is no dtype to run in", "Known: float32, bfloat16, float16"
+        )
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def _device(device: str | torch.device | None) -> torch.device | None:
+    if device is None or device == "auto":
+        return None
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise OptionError(
+            "device", f"unknown: {device!r}", 'Known: "cpu", "cuda", "mps"'
+        ) from error
+    absent = (found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count()) or (
+        found.type == "mps" and not torch.backends.mps.is_available()
+    )
+    if absent:
+        raise OptionError("device", f"{device} is not there on this machine", 'Take "cpu" or none')
+    return found
+
+
+def _default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _tokenizer(given: Any, home: Path | str, options: _Options) -> Any:
+    """The tokenizer given, or loaded from where `given` says, or from the model's own folder."""
+    if given is not None and not isinstance(given, (str, Path)):
+        if not (callable(given) and hasattr(given, "decode")):
+            raise OptionError(
+                "tokenizer", f"a {type(given).__name__} is none", "Give a transformers tokenizer"
+            )
+        return given
+    from transformers import AutoTokenizer
+
+    where = home
+    if given is not None:
+        where = prepare(resolve(given), remote_code=options.trust_remote_code)
+    try:
+        return AutoTokenizer.from_pretrained(where, trust_remote_code=options.trust_remote_code)
+    except Exception as error:  # the tokenizers library raises the bare class
+        raise ModelError(
+            f"no tokenizer can be loaded from {where}: {_first_line(error)}. Give one: tokenizer=."
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0].rstrip(".")
+
+
+# -- a model by name -------------------------------------------------------------------------------
+
+
+def _load_named(source: ModelSource, tokenizer: Any, options: _Options) -> Loaded:
+    if options.revision is not None and source.kind != "hub":
+        raise OptionError("revision", f"only a Hugging Face model has one, {source.name} has none")
+    folder = prepare(source, revision=options.revision, remote_code=options.trust_remote_code)
+    try:
+        return _open_folder(source, folder, tokenizer, options)
+    except (OptionError, CapabilityError):
+        raise
+    except (ModelError, OSError, ValueError, KeyError, SafetensorError) as error:
+        if repair(source):  # the files in the cache were damaged, and have been made again
+            return _open_folder(source, folder, tokenizer, options)
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"{source.name} can't be loaded: {_first_line(error)}.") from error
+
+
+def _open_folder(source: ModelSource, folder: Path, tokenizer: Any, options: _Options) -> Loaded:
+    from transformers import AutoConfig, GenerationConfig
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+    tokenizer = _tokenizer(tokenizer, folder, options)
+    has_generation = (folder / "generation_config.json").is_file()
+    generation = GenerationConfig.from_pretrained(folder) if has_generation else None
+    tensors = SafetensorsFolder(folder) if has_safetensors(folder) else {}
+    fingerprint = source.fingerprint or weights_fingerprint(config.model_type, tensors)
+    fingerprint = KNOWN_WEIGHTS.get(fingerprint, fingerprint)
+    own_dtype = source.default_dtype or _own_dtype(config, tensors)
+    source = replace(source, fingerprint=fingerprint, default_dtype=own_dtype)
+    dtype = options.dtype or own_dtype
+    facts: dict[str, Any] = {
+        "name": source.name,
+        "eos_ids": eos_ids(generation, config, tokenizer),
+        "fingerprint": fingerprint,
+    }
+    device = options.device or _default_device()
+    reason = why_not_fused(
+        config,
+        device=device,
+        device_map=options.device_map,
+        attn_implementation=options.attn_implementation,
+    )
+    if reason is None and not tensors:
+        reason = "its weights are not in safetensors files"
+    if _choose(options.engine, reason, source.name) == "transformers":
+        model = _transformers_model(source, folder, dtype, options)
+        return Loaded(_transformers_target(model, facts), tokenizer, source)
+    return Loaded(_fused_target(config, tensors, dtype, device, facts), tokenizer, source)
+
+
+def _own_dtype(config: Any, tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
+    """What the config says, else the first float tensor's dtype, else float32."""
+    named = getattr(config, "dtype", None)
+    if isinstance(named, torch.dtype):
+        return named
+    return next((t.dtype for t in tensors.values() if t.is_floating_point()), torch.float32)
+
+
+def _transformers_model(
+    source: ModelSource, folder: Path, dtype: torch.dtype, options: _Options
+) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    named = {
+        "attn_implementation": options.attn_implementation,
+        "device_map": options.device_map,
+    }
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=dtype,
+        trust_remote_code=options.trust_remote_code,
+        output_loading_info=True,
+        **{name: value for name, value in named.items() if value is not None},
+    )
+    model, report = loaded
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers would go on with random numbers in their place
+        raise ModelError(
+            f"{source.name} is no complete causal language model: {len(missing)} of its weights "
+            f"are missing ({missing[0]}, ...)."
+        )
+    if options.device_map is None and getattr(model, "quantization_method", None) is None:
+        model = model.to(options.device or _default_device())
+    return model.eval()
+
+
+# -- a loaded model --------------------------------------------------------------------------------
+
+
+def _load_object(model: Any, tokenizer: Any, options: _Options) -> Loaded:
+    is_module = isinstance(model, torch.nn.Module) and hasattr(model, "config")
+    if not is_module or next(model.parameters(), None) is None:
+        raise OptionError(
+            "model",
+            f"a {type(model).__name__} is no model",
+            "Give a name, a path, a loaded transformers model or (model, tokenizer)",
+        )
+    options.refuse_for_loaded_model()
+    if tokenizer is None:
+        raise OptionError("tokenizer", "is needed with a loaded model", "Give (model, tokenizer)")
+    config = model.config
+    home = str(getattr(config, "_name_or_path", "") or "")
+    tokenizer = _tokenizer(tokenizer, home, options)
+    weights = model.state_dict()
+    fingerprint = weights_fingerprint(config.model_type, weights)
+    fingerprint = KNOWN_WEIGHTS.get(fingerprint, fingerprint)
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    name = Path(home).name if home else type(model).__name__
+    source = ModelSource("object", home, name, fingerprint, dtype)
+    facts: dict[str, Any] = {
+        "name": name,
+        "eos_ids": eos_ids(getattr(model, "generation_config", None), config, tokenizer),
+        "fingerprint": fingerprint,
+    }
+    device = next(model.parameters()).device
+    reason = why_object_not_fused(model) or why_not_fused(config, device=device)
+    if _choose(options.engine, reason, name) == "transformers":
+        return Loaded(_transformers_target(model, facts), tokenizer, source)
+    return Loaded(_fused_target(config, weights, dtype, device, facts), tokenizer, source)
+
+
+# -- engines ---------------------------------------------------------------------------------------
+
+
+def _choose(engine: str, reason: str | None, name: str) -> str:
+    """The engine to take, given why the fused one can't run the model (None: it can)."""
+    if engine == "fused" and reason is not None:
+        raise CapabilityError(
+            f"engine='fused' can't run {name}: {reason}. Take engine='auto' or 'transformers'."
+        )
+    return "fused" if engine != "transformers" and reason is None else "transformers"
+
+
+def _fused_target(
+    config: Any,
+    tensors: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+    facts: Mapping[str, Any],
+) -> Target:
+    from hasten.targets.fused import FusedTarget
+
+    return FusedTarget.from_tensors(config, tensors, dtype=dtype, device=device, **facts)
+
+
+def _transformers_target(model: Any, facts: Mapping[str, Any]) -> Target:
+    from hasten.targets.transformers import TransformersTarget
+
+    return TransformersTarget(model, **facts)

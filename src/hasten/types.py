@@ -1,0 +1,406 @@
+"""The data every part of hasten passes around: frozen, slotted, with no behaviour beyond checks.
+
+Words (docs/structure.md): a *draft tree*'s node 0 is the *root*, the pending token: already chosen,
+not yet run through the target. A chain is a tree. A *round* is draft, one target pass, verify, cut,
+commit, observe.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+
+from hasten.errors import DrafterError, OptionError
+
+LogitsProcessor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""``(input_ids (1, n) int64, scores (1, vocab) float32) -> scores``: transformers' convention.
+
+It must be *prefix-pure*: its answer depends on its two arguments only, never on earlier calls.
+"""
+
+
+class FinishReason(str, Enum):
+    """Why a request ended (OpenAI's two values)."""
+
+    STOP = "stop"
+    """An end-of-sequence id or a stop string."""
+    LENGTH = "length"
+    """``max_new_tokens`` or the target's context limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """Guessed continuations as a tree; node 0 is the root (the pending token).
+
+    ``tokens[i]`` is node i's id, ``parents[i] < i`` its parent (``parents[0] == -1``). No two
+    children of one node carry the same token. ``depths[i]`` counts edges from the root.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    depths: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.parents) or not self.tokens:
+            raise DrafterError(
+                "a tree needs a root and as many parents as tokens: got "
+                f"{len(self.tokens)} tokens, {len(self.parents)} parents"
+            )
+        if self.parents[0] != -1:
+            raise DrafterError("node 0 is the root: its parent must be -1")
+        depths = [0]
+        for node in range(1, len(self.tokens)):
+            parent = self.parents[node]
+            if not 0 <= parent < node:
+                raise DrafterError(
+                    f"node {node}: parent {parent} must come before it (0..{node - 1})"
+                )
+            depths.append(depths[parent] + 1)
+        object.__setattr__(self, "depths", tuple(depths))
+
+    @classmethod
+    def chain(cls, root: int, draft: Sequence[int] = ()) -> DraftTree:
+        """The tree root -> draft[0] -> draft[1] -> ..."""
+        return cls((root, *draft), tuple(range(-1, len(draft))))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_chain(self) -> bool:
+        """True when every node's parent is the node before it."""
+        return self.depths[-1] == len(self.tokens) - 1
+
+    def children(self) -> list[list[int]]:
+        """For each node the list of its children, in index order."""
+        out: list[list[int]] = [[] for _ in self.tokens]
+        for node in range(1, len(self.tokens)):
+            out[self.parents[node]].append(node)
+        return out
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from the root to `node`, both included."""
+        out = [node]
+        while out[-1] > 0:
+            out.append(self.parents[out[-1]])
+        return out[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraRows:
+    """Rows that ride in the pass unverified: their KV is dropped, their signals are read back.
+
+    ``parents`` index the combined rows (tree nodes first, then these), -1 is not allowed: a row
+    follows the root or something below it. Used by progressive tree drafting and lookahead.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a drafter proposes for one round.
+
+    q            for a node whose children were *drawn*: the distribution, float32 ``(vocab,)``,
+                 they
+                 were drawn from, without replacement, in index order. A node without an entry has
+                 point-mass children (chosen without randomness).
+    extra        rows that ride in the pass unverified.
+    frontiers    early exit: ``frontiers[i]`` layers of node i have already run (through
+                 ``ctx.run_rows``, in
+                 node order, never increasing along the list); nodes beyond the list have run none.
+    """
+
+    tree: DraftTree
+    q: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    extra: ExtraRows | None = None
+    frontiers: tuple[int, ...] = ()
+    sources: tuple[str, ...] = ()
+    """Where each node came from (``"retrieval"``, ``"logits"``, ...), for statistics; may be
+    empty."""
+    ranks: tuple[int, ...] = ()
+    """How good each node is within its source (0 is best, or a match length): with the source and
+    the
+    depth it is what a budget policy predicts acceptance from; may be empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a drafter may propose: at most `nodes` rows *with the root*, none deeper than
+    `depth`."""
+
+    nodes: int
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """What a drafter wants read back from the target's passes; the loop asks for exactly this.
+
+    topk       ids and logits of the k largest logits of every row.
+    hidden     outputs of these layers (0 = embeddings, i = after layer i), every row.
+    probs      the sampler's distribution at every row (float32, vocab wide).
+    embeddings input embeddings on request (``ctx.embed``).
+    prompt     the same signals for the prompt's rows too, handed to ``begin``.
+    """
+
+    topk: int = 0
+    hidden: tuple[int, ...] = ()
+    probs: bool = False
+    embeddings: bool = False
+    prompt: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RowSignals:
+    """Signals of some rows, in row order; a field not asked for is None (or empty).
+
+    topk_ids ``(rows, k)`` int64 and topk_logits ``(rows, k)`` float32 on the CPU; hidden[i]
+    ``(rows, hidden_size)`` in the target's dtype on its device; probs ``(rows, vocab)`` float32.
+    """
+
+    topk_ids: torch.Tensor | None = None
+    topk_logits: torch.Tensor | None = None
+    hidden: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    probs: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows to run for one sequence.
+
+    ``parents[i]`` is the index of row i's parent among *all* pending rows of the sequence (rows run
+    earlier count), or -1 for the last committed token. Row i sits at position
+    ``length + depth`` where depth counts its pending ancestors.
+    """
+
+    sequence: Any
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Pass:
+    """What came out of a pass over R rows of one sequence, in row order.
+
+    logits ``(R, vocab)`` in the target's dtype on its device, or None when not asked for (a pass
+    that
+    stops below the last layer, or a prefill, which gives the last row only: ``(1, vocab)``).
+    hidden[i] ``(R, hidden_size)``: output of layer i (0 = embeddings, num_layers = last layer
+    before
+    the final norm), for the layers asked for.
+    """
+
+    logits: torch.Tensor | None
+    hidden: Mapping[int, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural log-probability of an emitted token under the target's *raw* logits (before
+    options)."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """The n likeliest (id, logprob), best first, when asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of one round; `host` is what is left of `total` after all model passes and top-k
+    selection."""
+
+    total: float = 0.0
+    draft: float = 0.0
+    target: float = 0.0
+    topk: float = 0.0
+    draft_model: float = 0.0
+    """Part of `draft` spent in passes of a drafter's own model (not host work)."""
+
+    @property
+    def host(self) -> float:
+        """Everything that is neither a model pass nor top-k selection."""
+        return max(self.total - self.target - self.topk - self.draft_model, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One turn of the loop. Round 0 is the prefill: it emits the first token and drafts nothing.
+
+    tree      what was verified; None for the prefill.
+    accepted  indices of the kept nodes, the root first; () for the prefill.
+    emitted   new tokens, in order; ``len(emitted) == len(accepted)`` unless cut by a stop.
+    signals   of every row of the pass (tree nodes, then extra rows), as the drafter asked.
+    """
+
+    index: int
+    emitted: tuple[int, ...]
+    tree: DraftTree | None = None
+    accepted: tuple[int, ...] = ()
+    sources: tuple[str, ...] = ()
+    signals: RowSignals = RowSignals()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    times: Times = Times()
+    finish: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The end-of-sequence id or the stop string that ended the request; None for a length."""
+
+    @property
+    def drafted(self) -> int:
+        """Draft tokens verified in this round (the root isn't one)."""
+        return len(self.tree) - 1 if self.tree is not None else 0
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop; the defaults are greedy.
+
+    Acts exactly as in plain decoding, whatever the drafter. Penalties and filters follow
+    transformers' definitions and order (penalties, biases, bans, temperature, top-k, top-p, min-p);
+    presence and frequency penalties follow OpenAI's (generated tokens only).
+
+    max_new_tokens        at least 0; exactly this many unless a stop comes first
+    temperature           0 is greedy; otherwise > 0
+    top_k                 0 is off
+    top_p                 in (0, 1]
+    min_p                 in [0, 1]
+    repetition_penalty    > 0, over prompt and answer
+    presence_penalty      in [-2, 2], subtracted once from each generated id
+    frequency_penalty     in [-2, 2], subtracted per occurrence
+    no_repeat_ngram_size  0 is off
+    logit_bias            id -> added to its logit
+    bad_words_ids         sequences of ids never completed
+    min_new_tokens        end-of-sequence ids are banned and stop strings ignored before this many
+    stop                  strings that end the answer; not part of the text
+    stop_token_ids        more ids that end the answer, besides the model's own
+    ignore_eos            go on past end-of-sequence ids
+    seed                  of this request's draws; None takes a fresh one (reported in the result)
+    logprobs              None: none; n >= 0: each token's log-probability and the n likeliest
+    processors            prefix-pure logits processors, run before the options above
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    processors: tuple[LogitsProcessor, ...] = ()
+
+    def __post_init__(self) -> None:
+        stop: Any = self.stop
+        if isinstance(stop, str):
+            object.__setattr__(self, "stop", (stop,))
+        for name in ("stop", "stop_token_ids", "processors"):
+            object.__setattr__(self, name, self._as(name, tuple, "a list"))
+        for name, make, rule in (
+            ("bad_words_ids", lambda words: tuple(map(tuple, words)), "a list of lists of ids"),
+            ("logit_bias", dict, "a mapping of ids to numbers"),
+        ):
+            object.__setattr__(self, name, self._as(name, make, rule))
+        self._check()
+
+    def _as(self, option: str, make: Callable[[Any], Any], rule: str) -> Any:
+        """The option's value as an immutable (or private) copy; None is none."""
+        value = getattr(self, option)
+        try:
+            return make(() if value is None else value)
+        except (TypeError, ValueError):
+            raise OptionError(option, f"must be {rule}, got {value!r}") from None
+
+    def _check(self) -> None:
+        def need(option: str, ok: bool, rule: str) -> None:
+            if not ok:
+                raise OptionError(option, f"must be {rule}, got {getattr(self, option)!r}")
+
+        for name in ("max_new_tokens", "min_new_tokens", "top_k", "no_repeat_ngram_size"):
+            value = getattr(self, name)
+            need(
+                name,
+                isinstance(value, int) and not isinstance(value, bool) and value >= 0,
+                "a whole number >= 0",
+            )
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        ):
+            value = getattr(self, name)
+            need(
+                name,
+                isinstance(value, (int, float))
+                and not isinstance(value, bool)
+                and math.isfinite(value),
+                "a finite number",
+            )
+        need("temperature", self.temperature >= 0, ">= 0 (0 is greedy)")
+        need("top_p", 0 < self.top_p <= 1, "in (0, 1]")
+        need("min_p", 0 <= self.min_p <= 1, "in [0, 1]")
+        need("repetition_penalty", self.repetition_penalty > 0, "> 0 (1 is off)")
+        need("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]")
+        need("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]")
+        need(
+            "seed",
+            self.seed is None or (isinstance(self.seed, int) and not isinstance(self.seed, bool)),
+            "a whole number or None",
+        )
+        need(
+            "logprobs",
+            self.logprobs is None or (isinstance(self.logprobs, int) and self.logprobs >= 0),
+            "None or a whole number >= 0",
+        )
+        need("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings")
+        need("bad_words_ids", all(self.bad_words_ids), "non-empty sequences of ids")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise OptionError(
+                "min_new_tokens",
+                f"{self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}",
+            )
+
+    @property
+    def is_greedy(self) -> bool:
+        """True when the likeliest token is taken at each position."""
+        return self.temperature == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The answer to one prompt.
+
+    tokens        new ids, the one that ended the request included
+    text          their text without special tokens and without the stop string
+    metrics       see `hasten.metrics.Summary`
+    seed          the seed actually used
+    """
+
+    prompt_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    seed: int
+    method: str
+    logprobs: tuple[TokenLogprob, ...] | None
+    metrics: Any
+    rounds: tuple[Round, ...] = ()

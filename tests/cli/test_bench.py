@@ -1,0 +1,151 @@
+"""``hasten bench``: the tables, the file, and how a run ends."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hasten.bench import Report, Row
+from tests.cli.conftest import Hasten
+
+ROW = Row(
+    method="prompt-lookup,max_ngram=4,nodes=12",
+    category="overall",
+    prompts=24,
+    tokens=3072,
+    target_passes=1500,
+    mean_accepted_length=2.04,
+    tokens_per_s=81.25,
+    speedup_macro=1.4,
+    speedup_micro=1.36,
+    identical=24,
+    draft_ms_per_round=0.05,
+    verify_ms_per_round=20.0,
+    extra={"pass_ms": 20.1},
+)
+PEER = replace(
+    ROW,
+    method="peer:transformers-prompt-lookup",
+    mean_accepted_length=None,
+    speedup_macro=None,
+    speedup_micro=None,
+    draft_ms_per_round=None,
+    extra={},
+)
+
+
+@pytest.fixture
+def bench(run: Hasten, tiny_model: str, suite: str) -> Hasten:
+    """Runs ``hasten bench`` on the tiny model and suite."""
+
+    def call(*args: str) -> Any:
+        return run("bench", "--model", tiny_model, "--suite", suite, "-n", "8", *args)
+
+    return call
+
+
+@pytest.fixture
+def reported(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the runner give a report (or raise) without measuring; counts its calls."""
+    calls: list[Any] = []
+
+    def set_to(outcome: Report | BaseException) -> list[Any]:
+        def run(config: Any, progress: Any) -> Report:
+            calls.append(config)
+            if isinstance(outcome, BaseException):
+                raise outcome
+            return outcome
+
+        monkeypatch.setattr("hasten.bench.runner.run", run)
+        return calls
+
+    return set_to
+
+
+def test_a_run_prints_each_group_and_writes_the_file(bench: Hasten, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    result = bench("--methods", "ar,prompt-lookup,nodes=4", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    for words in (
+        "one (prompts: 1)",
+        "two (prompts: 1)",
+        "overall (prompts: 2)",
+        "prompt-lookup,nodes=4",
+    ):
+        assert words in result.stdout
+    value = json.loads(path.read_text())
+    methods = {row["method"] for row in value["rows"]}
+    assert methods == {"ar", "prompt-lookup,nodes=4"}
+    assert all(row["identical"] == row["prompts"] for row in value["rows"])
+    assert [p.name for p in tmp_path.iterdir() if "out.json" in p.name] == ["out.json"]
+
+
+def test_options_reach_the_runner(bench: Hasten, reported: Any) -> None:
+    calls = reported(Report({}, (ROW,)))
+    bench(
+        *("--methods", "prompt-lookup,nodes=4,ar", "--methods", "prompt-lookup:hf"),
+        *("--limit", "2", "--turns", "all", "--repeats", "3", "--peers", "transformers"),
+        *("--dtype", "bfloat16", "--engine", "fused", "--device", "cpu", "--seed", "5"),
+    )
+    (config,) = calls
+    assert config.methods == ("prompt-lookup,nodes=4", "ar", "prompt-lookup:hf")
+    assert (config.limit, config.turns, config.repeats, config.seed) == (2, "all", 3, 5)
+    assert (config.dtype, config.engine, config.device) == ("bfloat16", "fused", "cpu")
+    assert (config.peers, config.max_new_tokens) == (("transformers",), 8)
+
+
+def test_a_path_that_can_not_be_written_is_told_before_the_run(
+    bench: Hasten, told: Any, reported: Any, tmp_path: Path
+) -> None:
+    calls = reported(Report({}, (ROW,)))
+    assert told(bench("--json", str(tmp_path / "none" / "out.json"))).startswith("--json: ")
+    assert "is a folder" in told(bench("--json", str(tmp_path)))
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    "end", [RuntimeError("broke"), KeyboardInterrupt()], ids=["fault", "ctrl-c"]
+)
+def test_a_run_that_ends_early_leaves_the_old_file_alone(
+    bench: Hasten, reported: Any, tmp_path: Path, end: BaseException
+) -> None:
+    folder = tmp_path / "results"
+    folder.mkdir()
+    (folder / "out.json").write_text("old")
+    reported(end)
+    result = bench("--json", str(folder / "out.json"))
+    assert result.exit_code == (130 if isinstance(end, KeyboardInterrupt) else 2)
+    assert [(p.name, p.read_text()) for p in folder.iterdir()] == [("out.json", "old")]
+
+
+def test_an_interrupted_run_keeps_what_was_measured(
+    bench: Hasten, reported: Any, tmp_path: Path
+) -> None:
+    reported(Report({}, (ROW,), ("interrupted",), partial=True))
+    result = bench("--json", str(tmp_path / "out.json"))
+    assert result.exit_code == 130
+    assert json.loads((tmp_path / "out.json").read_text())["environment"]["partial"] is True
+    assert "prompt-lookup" in result.stdout
+
+
+def test_the_table_fits_80_columns_and_leaves_unknown_figures_out(
+    bench: Hasten, reported: Any
+) -> None:
+    reported(Report({}, (ROW, PEER), ("the machine is busy: 2.1 of 2 cores",)))
+    result = bench()
+    assert result.exit_code == 0
+    assert all(len(line) <= 80 for line in result.stdout.splitlines())
+    assert all(text in result.stdout for text in ("1.40x", "1.36x", "2.04", "81.2", "24/24"))
+    assert result.stderr == "note: the machine is busy: 2.1 of 2 cores\n"
+
+
+def test_differences_without_excuse_fail_the_run(bench: Hasten, reported: Any) -> None:
+    extra = {**ROW.extra, "faults": 1, "differences": ["prompt 3: NOT a near tie"]}
+    reported(Report({}, (replace(ROW, identical=23, extra=extra),)))
+    result = bench()
+    assert result.exit_code == 1
+    assert "prompt 3: NOT a near tie" in result.stdout

@@ -1,0 +1,93 @@
+"""``hasten verify``: counts, explanations and the exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hasten import verify as verifiers
+from hasten.verify import Verdict
+from tests.cli.conftest import Hasten
+
+
+@pytest.fixture
+def verify(run: Hasten, tiny_model: str, suite: str) -> Hasten:
+    """Runs ``hasten verify`` on the tiny model and suite."""
+
+    def call(*args: str) -> Any:
+        return run("verify", "--model", tiny_model, "--suite", suite, "-n", "24", *args)
+
+    return call
+
+
+def believe_drafts(tree: Any, q: Any, judge: Any) -> Verdict:
+    """A broken verifier: the first drafted token is taken unchecked."""
+    if len(tree) == 1:
+        return verifiers.walk(tree, q, judge)
+    drafted = tree.tokens[1]
+    return Verdict((0, 1), (drafted, judge.choose(1, (drafted,))))
+
+
+def test_a_lossless_method_passes(verify: Hasten) -> None:
+    result = verify("--method", "prompt-lookup")
+    assert result.exit_code == 0, result.stderr
+    assert "greedy: 2/2 identical" in result.stdout
+    assert "sampled, temperature 0.8: 2/2 identical" in result.stdout
+    assert "every answer is identical" in result.stdout
+
+
+@pytest.mark.parametrize("rule", ["greedy", "match"])
+def test_a_biased_verifier_fails(
+    verify: Hasten, monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    monkeypatch.setitem(verifiers.VERIFIERS, rule, believe_drafts)
+    result = verify()
+    assert result.exit_code == 1
+    assert "NOT lossless" in result.stdout
+    assert "a fault, please report it" in result.stdout
+    other = "sampled, temperature 0.8" if rule == "greedy" else "greedy"
+    assert f"{other}: 2/2 identical" in result.stdout
+
+
+def test_json_tells_each_difference(verify: Hasten, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(verifiers.VERIFIERS, "greedy", believe_drafts)
+    result = verify("--json")
+    value = json.loads(result.stdout)
+    assert (result.exit_code, value["ok"]) == (1, False)
+    assert value["sampled"] == {"identical": 2, "total": 2}
+    assert value["greedy"]["total"] == 2
+    assert value["faults"] == len(value["differences"]) == 2 - value["greedy"]["identical"]
+    assert {d["rule"] for d in value["differences"]} == {"greedy"}
+
+
+def test_a_text_file_is_a_prompt_a_line(verify: Hasten, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("abcabc\n\nxyzxyz\nlast\n")
+    assert "greedy: 3/3" in verify("--suite", str(path)).stdout
+    assert "greedy: 2/2" in verify("--suite", str(path), "--limit", "2").stdout
+
+
+def test_prompts_without_room_are_skipped_and_told(verify: Hasten, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("abc\n" + "a" * 400 + "\n")
+    result = verify("--suite", str(path))
+    assert result.exit_code == 0
+    assert "greedy: 1/1" in result.stdout
+    assert "skipped prompt 1" in result.stderr
+
+
+def test_nothing_compared_is_no_proof(verify: Hasten, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("a" * 400 + "\n")
+    result = verify("--suite", str(path))
+    assert result.exit_code == 1
+    assert "nothing was compared" in result.stdout
+
+
+def test_the_package_s_suite_of_random_prompts_works(verify: Hasten) -> None:
+    result = verify("--suite", "adversarial", "--limit", "3", "-n", "4", "--json")
+    value = json.loads(result.stdout)
+    assert value["greedy"]["total"] + len(value["skipped"]) == 3

@@ -1,0 +1,204 @@
+"""How conformance tests run a drafter, and what is checked in every run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from hasten import methods
+from hasten.decode import Decoding, decode
+from hasten.drafters.base import Drafter
+from hasten.metrics import Summary
+from hasten.policies.base import FixedPolicy, Policy
+from hasten.stopping import Stopper
+from hasten.text import TextStream
+from hasten.types import FinishReason, Round, SamplingParams, TokenLogprob
+from hasten.verify import VERIFIERS, Verifier
+from tests.conformance.drafters import KINDS, KNOWING, ResumingTree, TestDrafter
+from tests.conformance.toy_target import ToyTarget, ToyTokenizer
+
+REGISTERED: dict[str, tuple[str, ...]] = {
+    "ar": ("ar",),
+    "prompt-lookup": ("prompt-lookup", "prompt-lookup:hf", "prompt-lookup:original"),
+    "draft-model": (
+        "draft-model,model=near",
+        "draft-model,model=near,draw=on",
+        "draft-model,model=near,draw=on,threshold=0.2",
+        "draft-model,model=short",
+    ),
+}
+"""How each registered method is prepared here; `load_other` knows the models named."""
+
+
+def load_other(name: str) -> tuple[ToyTarget, ToyTokenizer]:
+    """The draft models: ``near`` agrees with the default toy target now and then (its tables are
+    the same, the shares differ), ``short`` also has little context and padded vocabulary."""
+    if name == "near":
+        return ToyTarget(bigram=0.7, seed=0), ToyTokenizer()
+    assert name == "short"
+    return ToyTarget(bigram=0.7, seed=0, vocab=30, context_limit=20), ToyTokenizer()
+
+
+MakeDrafter = Callable[[ToyTarget, Sequence[int], int], Drafter]
+"""``(target, truth, seed) -> drafter``."""
+
+
+def _toy(kind: type[TestDrafter]) -> MakeDrafter:
+    return lambda target, truth, seed: kind(truth, target.info.vocab_size, seed)
+
+
+def _registered(text: str) -> MakeDrafter:
+    def make(target: ToyTarget, truth: Sequence[int], seed: int) -> Drafter:
+        context = methods.MethodContext(target, ToyTokenizer(), load_other)
+        return methods.prepare(methods.parse(text), context)()[0]
+
+    return make
+
+
+DRAFTERS: dict[str, MakeDrafter] = {
+    **{kind.name: _toy(kind) for kind in (*KNOWING, *KINDS)},
+    **{text: _registered(text) for texts in REGISTERED.values() for text in texts},
+}
+"""Every drafter that runs on any target."""
+
+TREE_DRAFTERS: dict[str, MakeDrafter] = {**DRAFTERS, ResumingTree.name: _toy(ResumingTree)}
+"""Every drafter, for targets with tree masks."""
+
+DRAWING = {"drawn", "drawn-tree", "mixed"} | {t for t in DRAFTERS if "draw=on" in t}
+"""Those that draw: under `rejection` their answers are right in distribution, not by token."""
+
+
+@dataclass
+class Answer:
+    """What came of a request."""
+
+    tokens: list[int] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    text: str = ""
+
+    @property
+    def finish(self) -> FinishReason | None:
+        return self.rounds[-1].finish if self.rounds else None
+
+    @property
+    def end(self) -> tuple[FinishReason | None, int | str | None]:
+        """Why it ended."""
+        last = self.rounds[-1]
+        return last.finish, last.stop_reason
+
+
+def request(
+    target: ToyTarget,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    drafter: Drafter,
+    *,
+    nodes: int = 8,
+    policy: Policy | None = None,
+    verifier: str | Verifier | None = None,
+    seed: int = 0,
+    text: TextStream | None = None,
+) -> Decoding:
+    """A request ready to run."""
+    if verifier is None:
+        verifier = "greedy" if params.is_greedy else "match"
+    info = target.info
+    return Decoding(
+        target,
+        prompt,
+        params,
+        drafter=drafter,
+        policy=policy or FixedPolicy(nodes),
+        verifier=VERIFIERS[verifier] if isinstance(verifier, str) else verifier,
+        seed=seed,
+        stopper=Stopper(params, info.eos_ids, len(prompt), info.context_limit, text),
+    )
+
+
+def run(
+    target: ToyTarget, prompt: Sequence[int], params: SamplingParams, drafter: Drafter, **how: Any
+) -> Answer:
+    """Run one request to its end; checks the cache after every commit and everything at the end."""
+    text = TextStream(ToyTokenizer(), params.stop, params.min_new_tokens)
+    sequence = target.open()
+    asked = request(target, prompt, params, drafter, text=text, **how)
+    asked.lend(sequence)
+    answer = Answer()
+    with untouched_generators():
+        for index, made in decode([asked]):
+            assert index == 0
+            answer.rounds.append(made)
+            answer.tokens.extend(made.emitted)
+            answer.logprobs.extend(made.logprobs)
+            check_cache(sequence, [*prompt, *answer.tokens][:-1])
+    answer.text = text.flush()
+    target.close(sequence)
+    assert target.live == [], "a sequence leaked"
+    check_rounds(answer, params)
+    if isinstance(drafter, TestDrafter):
+        assert drafter.calls[-1:] in (["end"], [])
+    return answer
+
+
+def check_cache(sequence: Any, tokens: Sequence[int]) -> None:
+    """The sequence is what plain decoding would have built: these tokens and nothing pending."""
+    assert sequence.tokens == list(tokens)
+    assert sequence.pending == 0
+    target = ToyTarget()
+    fresh = target.open()
+    target.prefill(fresh, tokens)
+    assert sequence.keys == fresh.keys
+
+
+def check_rounds(answer: Answer, params: SamplingParams) -> None:
+    """Conservation: counts add up, rates are rates, times are not negative."""
+    rounds = answer.rounds
+    assert [r.index for r in rounds] == list(range(len(rounds)))
+    assert all(r.finish is None for r in rounds[:-1])
+    for made in rounds:
+        assert made.emitted, "a round emits something"
+        assert made.times.total >= 0
+        assert made.times.host >= 0
+        if made.tree is not None:
+            assert len(made.accepted) == len(made.emitted)
+            assert made.accepted[0] == 0
+            assert list(made.accepted) == made.tree.path(made.accepted[-1])
+            kept = [made.tree.tokens[n] for n in made.accepted[1:]]
+            assert kept == list(made.emitted[:-1]), "accepted nodes carry the emitted tokens"
+    summary = Summary.of(rounds)
+    assert summary.new_tokens == len(answer.tokens) <= params.max_new_tokens
+    assert summary.target_passes == max(len(rounds) - 1, 0)
+    assert summary.pass_tokens == summary.new_tokens - bool(rounds)
+    assert summary.accepted + summary.target_passes == summary.pass_tokens
+    assert sum(k * n for k, n in summary.accepted_lengths.items()) == summary.pass_tokens
+    assert summary.mean_accepted_length >= 1
+    assert 0 <= summary.acceptance_rate <= 1
+    assert sum(summary.depth_accepted.values()) == summary.accepted
+    assert all(0 <= v <= 1 for v in summary.conditional_acceptance().values())
+    wanted = len(answer.tokens) if params.logprobs is not None else 0
+    assert len(answer.logprobs) == wanted
+
+
+@contextmanager
+def untouched_generators() -> Iterator[None]:
+    """Fails when a global random generator was used."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    yield
+    assert random.getstate() == before[0]
+    after = np.random.get_state()
+    assert all(np.array_equal(a, b) for a, b in zip(before[1], after, strict=True))
+    assert torch.equal(torch.get_rng_state(), before[2])
+
+
+def prompt_of(seed: int, length: int = 12, vocab: int = 24) -> list[int]:
+    """A prompt that repeats itself, without the end-of-sequence id."""
+    rng = random.Random(seed)
+    half = [rng.randrange(2, vocab) for _ in range((length + 1) // 2)]
+    return (half + half)[:length]
