@@ -1,88 +1,20 @@
-"""The public surface over a tiny random Llama and a byte-level tokenizer: no network."""
+"""The public surface over a tiny random model: prompts, options, answers, errors; no network."""
 
 from __future__ import annotations
 
-import gc
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers as hf
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import hasten
 from hasten.api import LLM
 from hasten.drafters.prompt_lookup import PromptLookup
 from hasten.errors import ContextError, DrafterError, HastenError, ModelError, OptionError
 from hasten.types import FinishReason, SamplingParams
-
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-CONTEXT = 192
-PLAIN: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True}
-
-
-def make_tokenizer(template: str | None = TEMPLATE) -> Any:
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    tokenizer = hf.PreTrainedTokenizerFast(
-        tokenizer_object=core, additional_special_tokens=["<|im_start|>", "<|im_end|>"]
-    )
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-def make_model(**changes: Any) -> Any:
-    shape: dict[str, Any] = {
-        "vocab_size": 258,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": CONTEXT,
-        "initializer_range": 0.4,
-        "bos_token_id": None,
-        "eos_token_id": 257,
-        "pad_token_id": None,
-    }
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        return hf.LlamaForCausalLM(hf.LlamaConfig(**{**shape, **changes})).eval()
-
-
-class Meter:
-    """Counts a target's open sequences and the prompt rows it runs."""
-
-    def __init__(self, llm: LLM) -> None:
-        self.live = self.rows = 0
-        target: Any = llm.target
-        self._open, self._close, self._prefill = target.open, target.close, target.prefill
-        self._known: set[int] = set()
-        target.open, target.close, target.prefill = self.open, self.close, self.prefill
-
-    def open(self, *args: Any, **kwargs: Any) -> Any:
-        sequence = self._open(*args, **kwargs)
-        self._known.add(id(sequence))
-        self.live += 1
-        return sequence
-
-    def close(self, sequence: Any) -> None:
-        if id(sequence) in self._known:
-            self._known.remove(id(sequence))
-            self.live -= 1
-        self._close(sequence)
-
-    def prefill(self, sequence: Any, tokens: Sequence[int], **kwargs: Any) -> Any:
-        self.rows += len(tokens)
-        return self._prefill(sequence, tokens, **kwargs)
+from tests.tiny_llm import CONTEXT, PLAIN, make_model, make_tokenizer, meter, metered, reference
 
 
 @pytest.fixture(scope="module")
@@ -92,28 +24,8 @@ def shared() -> LLM:
 
 @pytest.fixture
 def llm(shared: LLM) -> Iterator[LLM]:
-    """The LLM, without anything kept; a test that leaves a sequence open fails."""
-    target: Any = shared.target
-    before = {name: getattr(target, name) for name in ("open", "close", "prefill")}
-    meter = Meter(shared)
-    yield shared
-    shared.forget()
-    for name, method in before.items():
-        setattr(target, name, method)
-    assert meter.live == 0, "a sequence was left open"
-
-
-def reference(llm: LLM, ids: Sequence[int], count: int) -> list[int]:
-    """Greedy ids by whole passes, without a cache."""
-    out = list(ids)
-    target = llm.target
-    for _ in range(count):
-        sequence = target.open()
-        logits = target.prefill(sequence, out).logits
-        target.close(sequence)
-        assert logits is not None
-        out.append(int(logits[-1].argmax()))
-    return out[len(ids) :]
+    with metered(shared) as counted:
+        yield counted
 
 
 # -- prompts ---------------------------------------------------------------------------------------
@@ -181,11 +93,10 @@ def test_a_system_message_comes_first(llm: LLM) -> None:
 def test_bad_input_is_refused_by_name_before_any_pass(
     llm: LLM, prompt: Any, options: dict[str, Any], error: type[HastenError], words: str
 ) -> None:
-    target: Any = llm.target
     for ask in (llm.generate, llm.stream):
         with pytest.raises(error, match=words):
             ask(prompt, **options)
-    assert target.prefill.__self__.rows == 0
+    assert meter(llm).rows == 0
 
 
 def test_text_without_a_tokenizer_and_messages_without_a_template_are_refused() -> None:
@@ -288,132 +199,6 @@ def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
     assert got.tokens == whole.tokens[: len(got.tokens)]
 
 
-# -- streams ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("prompt", ["Hi", "Größe 你好", "a b c a b c"])
-def test_pieces_of_a_stream_are_the_text(llm: LLM, prompt: str) -> None:
-    for options in ({}, {"stop": ["zz"]}, {"temperature": 1.0, "seed": 4}):
-        stream = llm.stream(prompt, max_new_tokens=40, **options)
-        pieces = list(stream)
-        assert "".join(pieces) == stream.result.text
-        assert stream.result.text == llm.generate(prompt, max_new_tokens=40, **options).text
-        assert all(pieces)
-
-
-def test_nothing_runs_before_the_first_piece_is_asked_for(llm: LLM) -> None:
-    target: Any = llm.target
-    stream = llm.stream("Hi", **PLAIN)
-    assert target.prefill.__self__.live == 0
-    next(stream)
-    assert target.prefill.__self__.live == 1
-    stream.close()
-    assert target.prefill.__self__.live == 0
-
-
-@pytest.mark.parametrize("ask", ["stream", "chat_stream"])
-def test_an_abandoned_stream_frees_its_cache_at_once(llm: LLM, ask: str) -> None:
-    target: Any = llm.target
-    meter = target.prefill.__self__
-    messages: Any = [{"role": "user", "content": "Hi"}]
-    gc.disable()
-    try:
-        stream = getattr(llm, ask)(messages, **PLAIN)
-        next(stream)
-        assert meter.live == 1
-        del stream
-        assert meter.live == 0
-    finally:
-        gc.enable()
-    with getattr(llm, ask)(messages, **PLAIN) as stream:
-        next(stream)
-    assert meter.live == 0
-    assert list(stream) == []
-
-
-def test_interleaved_streams_are_as_alone(llm: LLM) -> None:
-    prompts = ["Hi", "Hello there", "abcabc"]
-    alone = [llm.generate(p, temperature=0.7, seed=i, **PLAIN) for i, p in enumerate(prompts)]
-    streams = [llm.stream(p, temperature=0.7, seed=i, **PLAIN) for i, p in enumerate(prompts)]
-    open_streams = list(streams)
-    while open_streams:
-        open_streams = [s for s in open_streams if next(s, None) is not None]
-    for stream, want in zip(streams, alone, strict=True):
-        assert stream.result.tokens == want.tokens
-        assert stream.result.text == want.text
-
-
-def test_rounds_may_be_followed_instead_of_text(llm: LLM) -> None:
-    stream = llm.stream("Hi", **PLAIN)
-    tokens = [t for made in stream.rounds() for t in made.emitted]
-    assert tuple(tokens) == stream.result.tokens
-    assert len(tokens) == 24
-
-
-def test_threads_take_turns(llm: LLM) -> None:
-    want = [llm.generate([5, 6, i], **PLAIN).tokens for i in range(4)]
-    got: list[Any] = [None] * 4
-
-    def ask(index: int) -> None:
-        got[index] = llm.generate([5, 6, index], **PLAIN).tokens
-
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert got == want
-
-
-# -- conversations ---------------------------------------------------------------------------------
-
-
-def _turns(llm: LLM, fresh: bool) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Answers of a conversation of three turns, and the prompt rows each ran."""
-    target: Any = llm.target
-    meter = target.prefill.__self__
-    messages: list[dict[str, str]] = []
-    answers, rows = [], []
-    for text in ("Hi", "And then?", "Why?"):
-        messages.append({"role": "user", "content": text})
-        before = meter.rows
-        if fresh:
-            llm.forget()
-        got = llm.chat(messages, max_new_tokens=8, bad_words_ids=[[257]])
-        answers.append(got.tokens)
-        rows.append(meter.rows - before)
-        messages.append({"role": "assistant", "content": got.text})
-    return answers, rows
-
-
-def test_a_conversations_next_turn_runs_only_what_is_new(llm: LLM) -> None:
-    want, whole = _turns(llm, fresh=True)
-    llm.forget()
-    got, rows = _turns(llm, fresh=False)
-    assert got == want
-    assert rows[0] == whole[0]
-    assert all(few <= many - whole[0] for few, many in zip(rows[1:], whole[1:], strict=True))
-
-
-def test_another_conversation_is_answered_right_after_one(llm: LLM) -> None:
-    one = [{"role": "user", "content": "Hi"}]
-    two = [{"role": "user", "content": "Hello"}]
-    want = [llm.generate(m, **PLAIN).tokens for m in (one, two)]
-    assert [llm.chat(m, **PLAIN).tokens for m in (one, two, one, two)] == want * 2
-    # the same prompt again: its last token has to be run anew
-    assert llm.chat(two, **PLAIN).tokens == want[1]
-
-
-def test_two_conversations_at_once_are_both_right(llm: LLM) -> None:
-    prompts: list[Any] = [[{"role": "user", "content": t}] for t in ("Hi", "Hello")]
-    want = [llm.generate(m, **PLAIN).tokens for m in prompts]
-    streams = [llm.chat_stream(m, **PLAIN) for m in prompts]
-    for _ in range(3):
-        for stream in streams:
-            next(stream, None)
-    assert [s.finish().tokens for s in streams] == want
-
-
 # -- many prompts ----------------------------------------------------------------------------------
 
 
@@ -455,7 +240,6 @@ def test_after_a_failing_request_the_next_one_is_right(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     want = llm.generate("Hi", **PLAIN).tokens
-    target: Any = llm.target
 
     def fail(*args: Any) -> Any:
         raise RuntimeError("broken")
@@ -471,7 +255,7 @@ def test_after_a_failing_request_the_next_one_is_right(
         for ask in asks:
             with pytest.raises(DrafterError, match="prompt-lookup"):
                 ask()
-            assert target.prefill.__self__.live == 0
+            assert meter(llm).live == 0
     assert llm.generate("Hi", **PLAIN).tokens == want
 
 

@@ -13,7 +13,7 @@ from hasten.drafters.ar import Plain
 from hasten.errors import CapabilityError, HastenError, OptionError, VocabularyError
 from hasten.methods import Method, MethodContext, configure, parse, prepare, register, split
 from hasten.policies.base import FixedPolicy
-from tests.conformance.harness import load_other
+from tests.conformance.harness import COSTS, load_other
 from tests.conformance.toy_target import ToyTarget, ToyTokenizer
 
 
@@ -39,7 +39,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _context(target: ToyTarget | None = None) -> MethodContext:
-    return MethodContext(target or ToyTarget(), ToyTokenizer(), load_other)
+    return MethodContext(target or ToyTarget(), ToyTokenizer(), load_other, COSTS)
 
 
 def test_a_name_with_options_is_parsed_and_typed() -> None:

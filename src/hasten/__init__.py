@@ -10,9 +10,9 @@ from hasten.errors import HastenError as HastenError
 
 if TYPE_CHECKING:
     from hasten.api import LLM as LLM
-    from hasten.api import Stream as Stream
     from hasten.api import load as load
     from hasten.methods import configure as configure
+    from hasten.streams import Stream as Stream
     from hasten.types import FinishReason as FinishReason
     from hasten.types import Result as Result
     from hasten.types import SamplingParams as SamplingParams
@@ -24,7 +24,7 @@ except PackageNotFoundError:  # a source tree that isn't installed
 
 _LAZY = {
     "LLM": "hasten.api",
-    "Stream": "hasten.api",
+    "Stream": "hasten.streams",
     "load": "hasten.api",
     "configure": "hasten.methods",
     "FinishReason": "hasten.types",

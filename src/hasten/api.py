@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 from hasten import methods
-from hasten.decode import Decoding, decode
-from hasten.drafters.base import Drafter
+from hasten.decode import decode
 from hasten.errors import CapabilityError, ContextError, OptionError
-from hasten.metrics import Summary
-from hasten.policies.base import Policy
-from hasten.stopping import Stopper
+from hasten.streams import Request, Stream
 from hasten.targets.base import Target
 from hasten.targets.load import Loaded, load_target
 from hasten.text import TextStream
-from hasten.types import FinishReason, Result, Round, SamplingParams
+from hasten.types import Result, SamplingParams
 from hasten.verify import pick_verifier
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -48,8 +45,7 @@ def load(
     method     how to draft: a name with options (``"prompt-lookup,nodes=12"``), see ``hasten
                methods``
     dtype      ``"float32"``, ``"bfloat16"``, ``"float16"`` or a torch dtype; default: the
-               checkpoint's own
-               (float32 for the embedded model)
+               checkpoint's own (float32 for the embedded model)
     device     ``"cpu"``, ``"cuda"``, ...; default: an accelerator when there is one
     engine     ``"auto"``, ``"fused"`` (hasten's fast decoder) or ``"transformers"``
     options    passed on to `hasten.targets.load.load_target` (``revision``, ``trust_remote_code``,
@@ -74,7 +70,7 @@ class LLM:
         self.target: Target = loaded.target
         self.tokenizer = loaded.tokenizer
         self._lock = threading.RLock()
-        self._prepared: dict[methods.MethodSpec, methods.MakeRequest] = {}
+        self._prepared: dict[methods.MethodSpec, methods.RequestMaker] = {}
         self._models: dict[str, Loaded] = {}
         self._kept: tuple[list[int], Any] | None = None
         self.method = methods.parse(method)
@@ -101,15 +97,13 @@ class LLM:
         """Answer one prompt piece by piece: iterate for text; ``.result`` is there at the end.
 
         Options as in `generate`. The first piece comes after the prompt has run; nothing runs
-        before
-        the first `next`. Dropping the iterator ends the request.
+        before the first `next`. Dropping the iterator ends the request.
         """
         return Stream(self, self._request(prompt, **options))
 
     def chat(self, messages: Sequence[Mapping[str, str]], **options: Any) -> Result:
         """Answer a conversation. The cache of the last conversation is kept, so the next turn runs
-        only
-        what is new (`forget` frees it); options as in `generate`."""
+        only what is new (`forget` frees it); options as in `generate`."""
         return self.chat_stream(messages, **options).finish()
 
     def chat_stream(self, messages: Sequence[Mapping[str, str]], **options: Any) -> Stream:
@@ -117,11 +111,25 @@ class LLM:
         return Stream(self, self._request(messages, keep=True, **options))
 
     def forget(self) -> None:
-        """Free the cache kept for the next turn of a conversation."""
+        """Free the cache kept for the next turn of a conversation, and what methods with
+        ``scope=session`` learned from this model's requests."""
         with self._lock:
-            if self._kept is not None:
-                self.target.close(self._kept[1])
-                self._kept = None
+            self._drop_kept()
+            for maker in self._prepared.values():
+                maker.reset("session")
+
+    def _drop_kept(self) -> None:
+        if self._kept is not None:
+            self.target.close(self._kept[1])
+            self._kept = None
+
+    def reset_state(self, method: str | methods.MethodSpec | None = None) -> None:
+        """Empty everything that requests of `method` (None: of every method used so far) share:
+        learned text of any scope, and counts of how often drafts were kept. Requests start cold."""
+        with self._lock:
+            specs = list(self._prepared) if method is None else [self.prepare(method)]
+            for spec in specs:
+                self._prepared[spec].reset()
 
     # -- many prompts ----------------------------------------------------------------------------
 
@@ -135,8 +143,7 @@ class LLM:
         """Answer several prompts together; answer i is that of prompt i alone.
 
         `params` may be one for all or one for each. Without a seed each request draws its own.
-        Passes are
-        shared where the target packs sequences, else requests take turns.
+        Passes are shared where the target packs sequences, else requests take turns.
         """
         if isinstance(prompts, str):
             raise OptionError("prompts", "is one text", "Give a list, or use generate")
@@ -246,7 +253,7 @@ class LLM:
         trace: bool = False,
         keep: bool = False,
         **options: Any,
-    ) -> _Request:
+    ) -> Request:
         """Check everything and build the request; nothing has run yet."""
         params = _merge(params, options)
         spec = self.method if method is None else self.prepare(method)
@@ -259,7 +266,7 @@ class LLM:
             if self.tokenizer is not None
             else None
         )
-        return _Request(
+        return Request(
             self, ids, params, seed, str(spec), drafter, policy, verifier, text, trace, keep
         )
 
@@ -274,7 +281,7 @@ class LLM:
         )
         common = min(common, len(ids) - 1)
         if common < 1 or (common < sequence.length and not self.target.capabilities.rollback):
-            self.forget()
+            self._drop_kept()
             return None
         self._kept = None
         try:
@@ -287,7 +294,7 @@ class LLM:
 
     def _keep(self, ids: Sequence[int], sequence: Any) -> None:
         """Hold a finished request's sequence for the next turn."""
-        self.forget()
+        self._drop_kept()
         self._kept = (list(ids[: sequence.length]), sequence)
 
 
@@ -305,152 +312,3 @@ def _merge(params: SamplingParams | None, options: Mapping[str, Any]) -> Samplin
     if not isinstance(params, SamplingParams):
         raise OptionError("params", f"must be a SamplingParams, got {params!r}")
     return replace(params, **options)
-
-
-class _Request:
-    """A request between its options and its result."""
-
-    def __init__(
-        self,
-        llm: LLM,
-        ids: list[int],
-        params: SamplingParams,
-        seed: int,
-        method: str,
-        drafter: Drafter,
-        policy: Policy,
-        verifier: Any,
-        text: TextStream | None,
-        trace: bool,
-        keep: bool,
-    ) -> None:
-        info = llm.target.info
-        stopper = Stopper(params, info.eos_ids, len(ids), info.context_limit, text)
-        self.llm, self.ids, self.params, self.seed, self.method = llm, ids, params, seed, method
-        self.text, self.trace, self.keep = text, trace, keep
-        self.sequence: Any = None
-        self.decoding = Decoding(
-            llm.target,
-            ids,
-            params,
-            drafter=drafter,
-            policy=policy,
-            verifier=verifier,
-            seed=seed,
-            stopper=stopper,
-        )
-        self.rounds: list[Round] = []
-        self.tokens: list[int] = []
-        self.logprobs: list[Any] = []
-        self.metrics = Summary()
-        self.last: Round | None = None
-
-    def take(self, made: Round) -> None:
-        """Count a round."""
-        self.metrics.add(made)
-        self.tokens.extend(made.emitted)
-        self.logprobs.extend(made.logprobs)
-        self.last = made
-        if self.trace:
-            self.rounds.append(made)
-
-    def result(self) -> Result:
-        """The result so far (of a finished request: the answer)."""
-        last = self.last
-        return Result(
-            prompt_tokens=tuple(self.ids),
-            tokens=tuple(self.tokens),
-            text=self.text.text if self.text is not None else "",
-            finish_reason=(last.finish if last is not None else None) or FinishReason.LENGTH,
-            stop_reason=last.stop_reason if last is not None else None,
-            seed=self.seed,
-            method=self.method,
-            logprobs=tuple(self.logprobs) if self.params.logprobs is not None else None,
-            metrics=self.metrics,
-            rounds=tuple(self.rounds),
-        )
-
-
-class Stream(Iterator[str]):
-    """Pieces of an answer; their concatenation is ``result.text``.
-
-    ``result`` is what there is so far, complete once the iterator ends. Usable as a context
-    manager;
-    ``close()`` (or dropping it) ends the request and frees its cache.
-    """
-
-    def __init__(self, llm: LLM, request: _Request) -> None:
-        self._request = request
-        # The generators don't hold the stream: dropping it frees the request's cache at once.
-        self._rounds = _run(llm, request)
-        self._pieces = _pieces(request, self._rounds)
-
-    def rounds(self) -> Iterator[Round]:
-        """The rounds themselves instead of text (use one or the other)."""
-        return self._rounds
-
-    def __iter__(self) -> Stream:
-        return self
-
-    def __next__(self) -> str:
-        return next(self._pieces)
-
-    def finish(self) -> Result:
-        """Run to the end and give the result."""
-        for _ in self:
-            pass
-        return self.result
-
-    @property
-    def result(self) -> Result:
-        """The result so far; complete once the iterator has ended."""
-        return self._request.result()
-
-    def close(self) -> None:
-        """End the request and free its cache."""
-        self._pieces.close()  # type: ignore[attr-defined]
-        self._rounds.close()  # type: ignore[attr-defined]
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
-def _run(llm: LLM, request: _Request) -> Iterator[Round]:
-    """Drive the loop, one round per lock."""
-    sequence: Any = None
-    if request.keep:
-        with llm._lock:
-            sequence = llm._borrow(request.ids)
-            sequence = llm.target.open() if sequence is None else sequence
-            request.decoding.lend(sequence)
-    loop = decode([request.decoding])
-    done = False
-    try:
-        while True:
-            with llm._lock:
-                item = next(loop, None)
-            if item is None:
-                done = True
-                return
-            request.take(item[1])
-            yield item[1]
-    finally:
-        with llm._lock:
-            loop.close()  # type: ignore[attr-defined]
-            if request.keep and done:
-                llm._keep([*request.ids, *request.tokens], sequence)
-            elif request.keep:
-                llm.target.close(sequence)
-
-
-def _pieces(request: _Request, rounds: Iterator[Round]) -> Iterator[str]:
-    """The text of each round as far as it is certain, and the rest at the end."""
-    text = request.text
-    for _ in rounds:
-        if text is not None and (piece := text.take()):
-            yield piece
-    if text is not None and (piece := text.flush()):
-        yield piece

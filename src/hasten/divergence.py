@@ -1,13 +1,10 @@
 """Why two answers differ: a measured near tie, or a fault.
 
 In float32 every lossless method must give plain decoding's ids. In lower precision a pass over
-several
-rows may round differently from a pass over one, and two candidates that all but tie may swap. That
-is
-the only excuse, and it is measured: both candidates are scored again by plain passes of the same
-precision and of float32, and must lie within 4 units in the last place (of the lower precision) of
-the
-top logit in both.
+several rows may round differently from a pass over one, and two candidates that all but tie may
+swap. That is the only excuse, and it is measured: both candidates are scored again by plain passes
+of the same precision and of float32, and must lie within 4 units in the last place (of the lower
+precision) of the top logit in both.
 """
 
 from __future__ import annotations
@@ -74,8 +71,7 @@ def ulp_at(value: float, dtype: torch.dtype) -> float:
 
 def last_logits(target: Target, ids: Sequence[int]) -> torch.Tensor:
     """Logits ``(vocab,)`` float32 after `ids`, as plain decoding would compute them: all but the
-    last id
-    in a prefill, the last one as a pass of its own."""
+    last id in a prefill, the last one as a pass of its own."""
     sequence = target.open()
     try:
         if len(ids) > 1:
@@ -100,8 +96,7 @@ def explain_divergence(
     """Where and why two greedy answers to `prompt` (all ids) part; None when they are identical.
 
     `reference` is the same model in float32; without it a lower-precision difference can't be
-    excused.
-    A float32 target is its own reference.
+    excused. A float32 target is its own reference.
     """
     length = max(len(plain), len(other))
     at = next((i for i in range(length) if _get(plain, i) != _get(other, i)), None)

@@ -1,10 +1,8 @@
 """Methods by name: ``NAME[:VARIANT][,key=value...]`` -> a drafter and a policy for each request.
 
 A method is registered once with its options (a frozen dataclass: names, types, defaults, help),
-what it
-needs of the target, and whether it is lossless. Third parties register through the entry point
-group
-``hasten.drafters``: each entry point names a `Method` (or a function that returns one).
+what it needs of the target, and whether it is lossless. Third parties register through the entry
+point group ``hasten.drafters``: each entry point names a `Method` (or a function that returns one).
 """
 
 from __future__ import annotations
@@ -13,11 +11,12 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib.metadata import entry_points
-from typing import Any, get_type_hints
+from typing import Any, Protocol, get_type_hints
 
 from hasten.drafters.base import Drafter
 from hasten.errors import CapabilityError, OptionError
 from hasten.policies.base import Policy
+from hasten.policies.cost import CostTable
 from hasten.targets.base import Capabilities, Target
 
 logger = logging.getLogger(__name__)
@@ -28,16 +27,67 @@ MakeRequest = Callable[[], tuple[Drafter, Policy]]
 """Makes one request's drafter and policy: they are never shared between requests."""
 
 
+class Shared(Protocol):
+    """Something a method's requests share; bounded, and emptied without a trace."""
+
+    def reset(self) -> None:
+        """Forget everything learned; requests under way go on from nothing."""
+        ...
+
+    def fork(self) -> Any:
+        """A copy that shares nothing that changes."""
+        ...
+
+
+class RequestMaker:
+    """A prepared method: called, it makes one request's drafter and policy.
+
+    shared   what requests share, by kind: ``"counts"`` (how often drafts were kept; no text),
+             ``"session"`` (learned from the requests of this loaded model), ``"global"`` (of all
+             in the process)
+    make     makes the pair from the mapping of what is shared
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Mapping[str, Any]], tuple[Drafter, Policy]],
+        shared: Mapping[str, Shared] | None = None,
+    ) -> None:
+        self._make = make
+        self._shared: dict[str, Shared] = dict(shared or {})
+
+    def __call__(self) -> tuple[Drafter, Policy]:
+        """A new drafter and policy."""
+        return self._make(self._shared)
+
+    @property
+    def shares(self) -> tuple[str, ...]:
+        """Kinds of what the requests share."""
+        return tuple(self._shared)
+
+    def reset(self, *kinds: str) -> None:
+        """Empty what is shared: these kinds, or all."""
+        for kind, each in self._shared.items():
+            if not kinds or kind in kinds:
+                each.reset()
+
+    def fork(self) -> RequestMaker:
+        """The same method with copies of what is shared: neither notices the other."""
+        return RequestMaker(self._make, {kind: each.fork() for kind, each in self._shared.items()})
+
+
 @dataclass(frozen=True, slots=True)
 class MethodContext:
     """What a method is prepared with, once per loaded model.
 
     load      loads another model (a name, folder or file) as a target: ``(target, tokenizer)``.
+    costs     the target's cost table; None: the kept one, or measured when a method needs it.
     """
 
     target: Target
     tokenizer: Any
     load: Callable[[str], tuple[Target, Any]]
+    costs: CostTable | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +99,8 @@ class NoOptions:
 class Method:
     """A way to draft.
 
-    prepare   ``(options, context) -> make`` does the heavy part (loading models) once.
+    prepare   ``(options, context) -> make`` does the heavy part (loading models) once; `make` is
+              a `RequestMaker` where requests share something.
     requires  names of `Capabilities` fields without which the method is refused.
     needs     the same in words, for ``hasten methods``.
     lossless  ``"yes"``, or ``"no (...)"`` for the methods that say so.
@@ -179,12 +230,13 @@ def split(text: str) -> list[str]:
     return out
 
 
-def prepare(spec: MethodSpec, context: MethodContext) -> MakeRequest:
+def prepare(spec: MethodSpec, context: MethodContext) -> RequestMaker:
     """Check the target and do the heavy part. Raises CapabilityError before any pass."""
     method = get(spec.name)
     check_capabilities(method, context.target)
     values = {**method.variants.get(spec.variant, {}), **dict(spec.options)}
-    return method.prepare(method.options(**values), context)
+    make = method.prepare(method.options(**values), context)
+    return make if isinstance(make, RequestMaker) else RequestMaker(lambda _: make())
 
 
 def check_capabilities(method: Method, target: Target) -> None:

@@ -41,8 +41,7 @@ class Staged:
         layers: tuple[int, int],
     ) -> torch.Tensor:
         """Run new rows (``layers[0] == 0``), or all that stand at ``layers[0]``, up to
-        ``layers[1]``;
-        their hidden states ``(rows, hidden_size)``. Raises DrafterError."""
+        ``layers[1]``; their hidden states ``(rows, hidden_size)``. Raises DrafterError."""
         low, high = layers
         top = self._target.info.num_layers
         if not 0 <= low < high < top:
@@ -92,8 +91,7 @@ class Staged:
 
     def problem(self, draft: Draft) -> str:
         """What is wrong when `draft`'s frontiers aren't those of the rows that were run; a draft
-        without
-        any has given those rows up."""
+        without any has given those rows up."""
         count = len(self.tokens)
         if not draft.frontiers:
             return ""

@@ -134,16 +134,12 @@ class Sampler:
 
         Draws are keyed by (seed, position), so the same prefix and logits give the same token
         however the row was computed, and logits off by a rounding error give nearly always the
-        same (`keyed.race`).
+        same (`keyed.race`). A drafter that draws with purpose "token" at the same position shares
+        the noise, whatever filters are on: that is why there is one way to draw.
         """
-        row = self.process(prefix, logits)
         if self.params.is_greedy:
-            return self._best(row, prefix)
-        scores, ids = self._warped(row, prefix)
-        position = len(prefix)
-        if ids is None:
-            return keyed.draw(torch.softmax(scores, 0), 1, self.seed, position, "token")[0]
-        return keyed.race(scores, ids, self.seed, position, "token")
+            return self._best(self.process(prefix, logits), prefix)
+        return self.draw(self.probs(prefix, logits), len(prefix), 1, "token")[0]
 
     def draw(
         self, probs: torch.Tensor, position: int, count: int, purpose: str = "draft"

@@ -66,10 +66,10 @@ def _top_bits(bits: torch.Tensor, k: int) -> torch.Tensor:
     In two steps: the k blocks of ids with the largest maxima (ties to the lower block) hold the k
     largest, and only they, and what is left over at the row's end, are searched.
     """
-    rows, vocab = bits.shape
+    vocab = bits.shape[1]
     size = _BLOCK_BYTES // bits.element_size()
     blocks = vocab // size
-    body = bits[:, : blocks * size].unflatten(1, (blocks, size))
+    body = bits[:, : blocks * size].reshape(-1, blocks, size)
     chosen = _first_largest(body.amax(-1), k).sort(-1).values
     found = body.gather(1, chosen[..., None].expand(-1, -1, size)).flatten(1)
     if blocks * size < vocab:

@@ -1,16 +1,12 @@
 """Verifiers: which nodes of a draft tree are kept, and which tokens are emitted.
 
 `greedy` and `match` emit the target's own choice at every position (argmax, or its keyed draw), so
-the
-answer is token for token that of plain decoding. `rejection` emits tokens equal in distribution and
-accepts more of a *drawn* draft: at a node with children drawn from q without replacement, child
-after
-child is accepted with probability min(1, p/q); after each refusal p becomes the normalised positive
-part of p - q and q loses the refused token (speculative sampling, Leviathan et al. 2023, section
-2.3,
-applied recursively to siblings as in SpecInfer, Miao et al. 2024). Point-mass children (chosen
-without
-randomness) need no test: the target draws, and a child with that token is followed.
+the answer is token for token that of plain decoding. `rejection` emits tokens equal in distribution
+and accepts more of a *drawn* draft: at a node with children drawn from q without replacement, child
+after child is accepted with probability min(1, p/q); after each refusal p becomes the normalised
+positive part of p - q and q loses the refused token (speculative sampling, Leviathan et al. 2023,
+section 2.3, applied recursively to siblings as in SpecInfer, Miao et al. 2024). Point-mass children
+(chosen without randomness) need no test: the target draws, and a child with that token is followed.
 """
 
 from __future__ import annotations
@@ -29,8 +25,7 @@ class Judge(Protocol):
     """The target's word on the nodes of one pass.
 
     `node` is an index into the verified tree, `path` the tokens emitted in this round so far (those
-    on
-    the way from the root to the node, the root's excluded), so the prefix is the request's ids +
+    on the way from the root to the node, the root's excluded), so the prefix is the request's ids +
     path.
     """
 

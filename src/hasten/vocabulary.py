@@ -14,8 +14,7 @@ def check_same_vocabulary(
     """Raise VocabularyError, with both sizes and the first differing token, unless ids agree.
 
     Padding rows in either model's LM head, and extra tokens at the end of one vocabulary, are fine:
-    the
-    common ids decide. Without tokenizers (ids only) the sizes must be equal.
+    the common ids decide. Without tokenizers (ids only) the sizes must be equal.
     """
     if tokenizer is None or other is None:
         if info.vocab_size != other_info.vocab_size:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -149,3 +150,72 @@ def test_differences_without_excuse_fail_the_run(bench: Hasten, reported: Any) -
     result = bench()
     assert result.exit_code == 1
     assert "prompt 3: NOT a near tie" in result.stdout
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+
+def test_a_run_writes_a_page_into_a_folder_made_for_it(bench: Hasten, tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "results"
+    result = bench("--methods", "prompt-lookup", "--report", str(folder))
+    assert result.exit_code == 0, result.output
+    page = (folder / "report.html").read_text()
+    assert page.startswith("<!DOCTYPE html>")
+    for words in ("prompt-lookup", "one", "two", "overall"):
+        assert words in page
+    assert "report.html" in result.stderr
+    assert [path.name for path in folder.iterdir()] == ["report.html"]
+
+
+def test_a_page_is_written_of_an_interrupted_run_too(
+    bench: Hasten, reported: Any, tmp_path: Path
+) -> None:
+    reported(Report({}, (ROW,), ("interrupted",), partial=True))
+    assert bench("--report", str(tmp_path)).exit_code == 130
+    assert "Interrupted." in (tmp_path / "report.html").read_text()
+
+
+def test_a_folder_that_can_not_be_written_is_told_before_the_run(
+    bench: Hasten, told: Any, reported: Any, tmp_path: Path
+) -> None:
+    calls = reported(Report({}, (ROW,)))
+    (tmp_path / "file").write_text("")
+    (tmp_path / "busy" / "report.html").mkdir(parents=True)
+    assert told(bench("--report", str(tmp_path / "file"))).startswith("--report: ")
+    assert told(bench("--report", str(tmp_path / "file" / "below"))).startswith("--report: ")
+    assert told(bench("--report", str(tmp_path / "busy"))).startswith("--report: ")
+    assert calls == []
+
+
+def test_a_page_without_matplotlib_is_refused_before_the_run(
+    bench: Hasten, told: Any, reported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = reported(Report({}, (ROW,)))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    line = told(bench("--report", str(tmp_path / "out")))
+    assert line.startswith("--report: needs matplotlib")
+    assert "pip install 'hasten[report]'" in line
+    assert calls == []
+    assert not (tmp_path / "out").exists()
+
+
+def test_figures_are_kept_when_the_page_fails(
+    bench: Hasten, reported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported(Report({}, (ROW,)))
+    monkeypatch.setattr("hasten.bench.report.render", lambda report: 1 / 0)
+    result = bench("--json", str(tmp_path / "out.json"), "--report", str(tmp_path))
+    assert result.exit_code == 2
+    assert json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert "1.36x" in result.stdout
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_the_state_reaches_the_runner_and_a_wrong_one_is_named(
+    bench: Hasten, told: Any, reported: Any
+) -> None:
+    calls = reported(Report({}, (ROW,)))
+    bench("--state", "both")
+    bench()
+    assert [config.state for config in calls] == ["both", "cold"]
+    assert told(bench("--state", "hot")).startswith("--state: ")

@@ -12,10 +12,12 @@ import numpy as np
 import torch
 
 from hasten import methods
-from hasten.decode import Decoding, decode
+from hasten.decode import decode
+from hasten.decoding import Decoding
 from hasten.drafters.base import Drafter
 from hasten.metrics import Summary
 from hasten.policies.base import FixedPolicy, Policy
+from hasten.policies.cost import CostTable
 from hasten.stopping import Stopper
 from hasten.text import TextStream
 from hasten.types import FinishReason, Round, SamplingParams, TokenLogprob
@@ -28,12 +30,25 @@ REGISTERED: dict[str, tuple[str, ...]] = {
     "prompt-lookup": ("prompt-lookup", "prompt-lookup:hf", "prompt-lookup:original"),
     "draft-model": (
         "draft-model,model=near",
-        "draft-model,model=near,draw=on",
-        "draft-model,model=near,draw=on,threshold=0.2",
+        "draft-model,model=near,draw=off",
+        "draft-model,model=near,threshold=0.2",
         "draft-model,model=short",
     ),
+    "racer": (
+        "racer",
+        "racer:paper",
+        "racer:retrieval",
+        "racer:logits",
+        "racer,schedule=wide,scope=session",
+    ),
+    "recycling": ("recycling", "recycling:paper"),
+    "auto": ("auto",),
 }
 """How each registered method is prepared here; `load_other` knows the models named."""
+
+
+COSTS = CostTable("toy", (1, 4, 16, 64), (64,), ((10.0, 11.0, 14.0, 26.0),))
+"""What passes are said to cost: nothing is measured here."""
 
 
 def load_other(name: str) -> tuple[ToyTarget, ToyTokenizer]:
@@ -55,7 +70,7 @@ def _toy(kind: type[TestDrafter]) -> MakeDrafter:
 
 def _registered(text: str) -> MakeDrafter:
     def make(target: ToyTarget, truth: Sequence[int], seed: int) -> Drafter:
-        context = methods.MethodContext(target, ToyTokenizer(), load_other)
+        context = methods.MethodContext(target, ToyTokenizer(), load_other, COSTS)
         return methods.prepare(methods.parse(text), context)()[0]
 
     return make
@@ -70,7 +85,9 @@ DRAFTERS: dict[str, MakeDrafter] = {
 TREE_DRAFTERS: dict[str, MakeDrafter] = {**DRAFTERS, ResumingTree.name: _toy(ResumingTree)}
 """Every drafter, for targets with tree masks."""
 
-DRAWING = {"drawn", "drawn-tree", "mixed"} | {t for t in DRAFTERS if "draw=on" in t}
+DRAWING = {"drawn", "drawn-tree", "mixed"} | {
+    t for t in DRAFTERS if t.startswith("draft-model") and "draw=off" not in t
+}
 """Those that draw: under `rejection` their answers are right in distribution, not by token."""
 
 

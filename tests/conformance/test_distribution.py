@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import pytest
 import torch
 from scipy.stats import chi2
 
-from hasten.decode import _Judge, decode
+from hasten.decode import decode
+from hasten.decoding import PassJudge
 from hasten.sampling import Sampler
 from hasten.types import DraftTree, SamplingParams
 from hasten.verify import Judge, Verdict, Verifier, rejection, walk
 from tests.conformance.drafters import Drawn, DrawnTree, Mixed
-from tests.conformance.harness import request
+from tests.conformance.harness import TREE_DRAFTERS, prompt_of, request
 from tests.conformance.toy_target import ToyTarget
 
 VOCAB = 6
@@ -88,7 +90,7 @@ def two_tokens(
         tree, q = drafting(sampler, IDS)
         paths = [[tree.tokens[n] for n in tree.path(node)[1:]] for node in range(len(tree))]
         logits = torch.stack([TARGET.logits_after([*IDS, *path]) for path in paths])
-        tokens = list(verifier(tree, q, _Judge(sampler, IDS, logits, None)).tokens[:2])
+        tokens = list(verifier(tree, q, PassJudge(sampler, IDS, logits, None)).tokens[:2])
         while len(tokens) < 2:
             prefix = [*IDS, *tokens]
             tokens.append(sampler.choose(prefix, TARGET.logits_after(prefix)))
@@ -164,7 +166,7 @@ def test_rejection_keeps_more_of_a_drawn_draft_than_match() -> None:
             tree, q = drawn((3,))(sampler, IDS)
             rows = [[tree.tokens[n] for n in tree.path(i)[1:]] for i in range(len(tree))]
             logits = torch.stack([TARGET.logits_after([*IDS, *path]) for path in rows])
-            verdict = verifier(tree, q, _Judge(sampler, IDS, logits, None))
+            verdict = verifier(tree, q, PassJudge(sampler, IDS, logits, None))
             kept[name] += len(verdict.nodes) - 1
     assert kept["rejection"] > 1.1 * kept["match"]
 
@@ -258,3 +260,22 @@ def test_a_biased_rule_fails(fault: str) -> None:
 def test_the_one_node_rule_without_a_fault_passes() -> None:
     counts = two_tokens(_one_node("normalised", True), drawn((5,), contrary), FLAT, range(RUNS))
     assert p_value(counts, exact(FLAT, IDS, 2)) > FAIR
+
+
+def test_match_accepts_more_when_drafts_are_drawn_with_the_targets_noise() -> None:
+    """The near model's own draws, with the target's noise and with noise of its own."""
+    lengths = {}
+    for purpose in ("token", "draft"):
+        passes = tokens = 0
+        for seed in range(12):
+            params = SamplingParams(max_new_tokens=30, temperature=1.0, ignore_eos=True)
+            target = ToyTarget()
+            drafter = TREE_DRAFTERS["draft-model,model=near"](target, [], seed)
+            asked = request(target, prompt_of(seed), params, drafter, nodes=5, seed=seed)
+            if purpose == "draft":
+                asked._context.sample = partial(asked._sample, "draft")
+            made = [each for _, each in decode([asked])]
+            passes += len(made) - 1
+            tokens += sum(len(each.emitted) for each in made[1:])
+        lengths[purpose] = tokens / passes
+    assert lengths["token"] > 1.3 * lengths["draft"]

@@ -76,7 +76,7 @@ def test_a_cache_that_cannot_be_rolled_back_gets_one_row_at_a_time(name: str) ->
     plainest = ToyTarget(rollback=False, tree=False)
     prompt = prompt_of(3)
     plain = plainest.plain(prompt, GREEDY)
-    if "," in name or ":" in name or name == "prompt-lookup":
+    if name != "ar" and any(name in texts for texts in REGISTERED.values()):
         drafter = DRAFTERS[name](ToyTarget(), prompt + plain, 0)
     else:
         drafter = DRAFTERS[name](plainest, prompt + plain, 0)

@@ -68,11 +68,14 @@ def scan_hf(ids: list[int], most: int, count: int, eos: frozenset[int]) -> list[
 
 
 def scan_latest(ids: list[int], least: int, most: int, count: int) -> list[int]:
-    """The longest n-gram's most recent occurrence before the end."""
+    """The longest n-gram's most recent occurrence before the end; the text so copied goes on."""
     for n in range(min(most, len(ids) - 1), least - 1, -1):
         for at in range(len(ids) - n - 1, -1, -1):
             if ids[at : at + n] == ids[-n:]:
-                return ids[at + n : at + n + count]
+                text = list(ids)
+                for place in range(at + n, at + n + count):
+                    text.append(text[place])
+                return text[len(ids) :]
     return []
 
 

@@ -10,17 +10,17 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDE, NARROW = 760, 336
+WIDE, NARROW = 1080, 336
 """Widths, in CSS pixels, of the drawings for a desktop and for a phone."""
 
 MOST_BARS = 16
@@ -62,7 +62,7 @@ class Stack:
 def speedups(groups: Mapping[str, Sequence[Bar]], width: int, title: str, text: str) -> str:
     """Grouped horizontal bars with a line at 1.0; wide drawings name every bar."""
     named = width > NARROW
-    left, right = (230, 150) if named else (8, 92)
+    left, right = (240, 130) if named else (8, 92)
     rows, heads, height = _places(groups)
     bars = [bar for group in groups.values() for bar in group]
     ends = [max(b.value, *(b.interval or (0.0,))) for b in bars if b.value is not None]
@@ -102,7 +102,7 @@ def _places(groups: Mapping[str, Sequence[Bar]]) -> tuple[list[float], dict[str,
 
 def _speedup(axes: Axes, at: float, bar: Bar, named: bool) -> None:
     if named:
-        name = shorten(bar.name, 34)
+        name = shorten(bar.name, 36)
         axes.text(0, at, name, transform=_pixels(axes, left=-8), **_words("muted", _SMALL))
     if bar.value is None:
         axes.text(0, at, " not measured", **_words("muted", _SMALL, ha="left"))
@@ -110,19 +110,20 @@ def _speedup(axes: Axes, at: float, bar: Bar, named: bool) -> None:
     axes.barh(at, bar.value, height=_BAR, color=_slot(bar.color), clip_on=False)
     end = bar.value
     if bar.interval is not None:
-        low, high = bar.interval
-        for x, y in (
-            ((low, high), (at, at)),
-            ((low,) * 2, (at - 4, at + 4)),
-            ((high,) * 2, (at - 4, at + 4)),
-        ):
-            axes.plot(x, y, color=_slot("ink"), lw=1.4, zorder=4, clip_on=False)
-        end = max(end, high)
+        _interval(axes, at, *bar.interval)
+        end = max(end, bar.interval[1])
     note = bar.note if named else bar.short
-    words = _words("ink", _SMALL, ha="left")
+    words = {**_words("ink", _SMALL, ha="left"), "bbox": _PLATE, "zorder": 5}
     axes.annotate(
         f"{bar.value:.2f}x {note}", (end, at), (6, 0), textcoords="offset points", **words
     )
+
+
+def _interval(axes: Axes, at: float, low: float, high: float) -> None:
+    """A line with ends, set off from what lies under it."""
+    for color, width in (("card", 3.6), ("ink", 1.4)):
+        for x, y in (((low, high), (at, at)), *(((v, v), (at - 4, at + 4)) for v in (low, high))):
+            axes.plot(x, y, color=_slot(color), lw=width, zorder=4, clip_on=False)
 
 
 def shares(
@@ -137,9 +138,11 @@ def shares(
         axes.set_xlim(-0.6, max(len(values) - 0.4, 5.4))
         _value_axis(axes, "y", percent=True)
         axes.set_xticks(range(len(values)), labels, **_tick(_SMALL))
-        for at, value in enumerate(values if len(values) <= 9 else ()):
+        unit = "%" if len(values) <= 9 else ""  # the axis says it where bars are narrow
+        for at, value in enumerate(values):
             words = _words("ink", 10, ha="center", va="bottom")
-            axes.annotate(percent(value), (at, value), (0, 2), textcoords="offset points", **words)
+            shown = percent(value).replace("%", unit)
+            axes.annotate(shown, (at, value), (0, 2), textcoords="offset points", **words)
         return _svg(figure, title, text)
 
 
@@ -237,19 +240,19 @@ def _axes(figure: Figure, left: float, bottom: float, width: float, height: floa
         spine.set_visible(False)
     axes.set_xticks([])
     axes.set_yticks([])
+    axes.tick_params(length=0)  # drawn by references to ids
     return axes
 
 
-def _value_axis(axes: Axes, side: str, *, percent: bool = False) -> None:
+def _value_axis(axes: Axes, side: Literal["x", "y"], *, percent: bool = False) -> None:
     """Round values with thin lines along one side."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     axis = axes.xaxis if side == "x" else axes.yaxis
     axis.set_major_locator(MaxNLocator(4 if side == "x" else 3))
-    show: Callable[[float, int], str] = lambda v, _: f"{100 * v:.0f}%" if percent else f"{v:g}"  # noqa: E731
-    axis.set_major_formatter(FuncFormatter(show))
-    axes.tick_params(axis=side, length=0, labelsize=_SMALL, labelcolor=_slot("muted"))  # type: ignore[arg-type]
-    axes.grid(axis=side, color=_slot("rule"), lw=1)  # type: ignore[arg-type]
+    axis.set_major_formatter(StrMethodFormatter("{x:.0%}" if percent else "{x:g}"))
+    axes.tick_params(axis=side, labelsize=_SMALL, labelcolor=_slot("muted"))
+    axes.grid(axis=side, color=_slot("rule"), lw=1)
 
 
 def _pixels(axes: Axes, *, left: float) -> Any:
@@ -281,7 +284,7 @@ def _tick(size: int) -> dict[str, Any]:
 
 # -- colours and markup ----------------------------------------------------------------------------
 
-_FIXED = ("ink", "muted", "rule", "target", "topk", "draft", "host")
+_FIXED = ("ink", "muted", "rule", "card", "target", "topk", "draft", "host")
 
 
 def _slot(name: str) -> str:
@@ -289,6 +292,10 @@ def _slot(name: str) -> str:
     if name in _FIXED:
         return f"#0a0{_FIXED.index(name):03x}"
     return f"#0b0{int(name[1:]) % 4096:03x}"
+
+
+_PLATE = {"facecolor": _slot("card"), "edgecolor": "none", "pad": 1}
+"""Behind words that lie over a line."""
 
 
 def _variable(color: str) -> str:
@@ -309,7 +316,7 @@ def _svg(figure: Figure, title: str, text: str) -> str:
     body = re.sub(r' (?:id|clip-path)="[^"]*"', "", body)
     body = re.sub(r"<defs>\s*<clipPath>.*?</defs>", "", body, flags=re.DOTALL)
     body = re.sub(r" font-family: [^;\"]*;", "", body)
-    body = re.sub(r"(?<=: )#0(?:a000[0-6]|b0[0-9a-f]{3})\b", lambda m: _variable(m[0]), body)
+    body = re.sub(r"(?<=: )#0(?:a000[0-7]|b0[0-9a-f]{3})\b", lambda m: _variable(m[0]), body)
     body = re.sub(r"\s*\n\s*", " ", body)
     view = box[1] if box else "0 0 1 1"
     return (

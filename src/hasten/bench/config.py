@@ -11,6 +11,9 @@ from hasten.errors import OptionError
 from hasten.methods import MethodSpec
 
 TURNS = ("first", "all")
+STATES = ("cold", "warm", "both")
+WARM = " (warm)"
+"""Ends the names of rows measured in the warm state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,11 @@ class BenchConfig:
     max_new_tokens  most tokens per answer, at least 1
     turns           ``"first"``, or ``"all"``: follow-up turns are asked too, after the model's own
                     (plain decoding's) answers; every turn is measured as a prompt of its own
+    state           for methods that learn from requests (``scope=session`` or ``global``):
+                    ``"cold"`` empties what they learned before each prompt; ``"warm"`` lets them
+                    answer the whole suite once, unmeasured, and then empties nothing (the very
+                    same prompts: the most that such a method can gain); ``"both"`` measures both
+                    ways in one run. Warm rows are named ``METHOD (warm)``
     repeats         times each prompt is answered by each method; a prompt's time is the median
     dtype, device, engine, verify   as for `hasten.load` and `LLM.generate`
     temperature     0 is greedy; peers are measured greedy only
@@ -40,6 +48,7 @@ class BenchConfig:
     limit: int | None = None
     max_new_tokens: int = 128
     turns: str = "first"
+    state: str = "cold"
     repeats: int = 1
     dtype: Any = None
     device: str | None = None
@@ -64,6 +73,8 @@ class BenchConfig:
             _check_whole("limit", self.limit, 1)
         if self.turns not in TURNS:
             raise OptionError("turns", f"must be one of {', '.join(TURNS)}, got {self.turns!r}")
+        if self.state not in STATES:
+            raise OptionError("state", f"must be one of {', '.join(STATES)}, got {self.state!r}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise OptionError(
                 "temperature", f"must be >= 0 (0 is greedy), got {self.temperature!r}"
@@ -83,7 +94,7 @@ def _check_whole(name: str, value: object, least: int) -> None:
 class Progress:
     """Where a run is; handed to the progress callback often (at least once per answer).
 
-    phase   ``"load"``, ``"warm-up"``, ``"measure"`` or ``"explain"``
+    phase   ``"load"``, ``"warm-up"``, ``"learn"``, ``"measure"`` or ``"explain"``
     done    finished steps of this phase, of `total` (a step of ``"measure"`` is one answer;
             with ``turns="all"`` rows left out early make the phase end before `total`)
     method  what is being measured now; "" between phases

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hasten.bench import llama_cpp_peers
 from hasten.bench.stats import Answer
 from hasten.errors import ModelError, OptionError
 from hasten.targets.base import TargetInfo
@@ -168,15 +169,20 @@ def _transformers(context: PeerContext) -> list[Peer]:
 
 # -- registry --------------------------------------------------------------------------------------
 
-PEERS: dict[str, Callable[[PeerContext], list[Peer]]] = {"transformers": _transformers}
+PEERS: dict[str, Callable[[PeerContext], list[Peer]]] = {
+    "transformers": _transformers,
+    "llama-cpp": llama_cpp_peers.make,
+}
 """What ``--peers`` may name, and the peers each name stands for."""
 
 
 def check_peers(names: Sequence[str]) -> None:
-    """Raise OptionError for a name that isn't in `PEERS`."""
+    """Raise OptionError for a name that isn't in `PEERS`, or whose library isn't installed."""
     for name in names:
         if name not in PEERS:
             raise OptionError("peers", f"unknown peer {name!r}", f"Known: {', '.join(PEERS)}")
+        if name == "llama-cpp":
+            llama_cpp_peers.package()
 
 
 def make_peers(names: Sequence[str], context: PeerContext) -> list[Peer]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import colorsys
 import importlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,9 +16,6 @@ from hasten.bench.output import Report
 from hasten.bench.report_charts import cards, speedup_charts, split
 from hasten.bench.report_tables import COLUMNS, groups, sameness, states
 from hasten.errors import OptionError
-
-PAGE = "report.html"
-"""The page's name within the folder given to ``--report``."""
 
 # Blue, orange, green, magenta, olive, violet, teal, brown: (on light, on dark), each at least 3:1
 # against its background.
@@ -33,6 +31,27 @@ _COLORS = (
 )
 
 
+_DATE = re.compile(r"^(\d{4}-\d\d-\d\d)T(\d\d:\d\d)\S*\+00:00$")
+
+_TOLD = (
+    *("model", "dtype", "suite", "baseline", "command"),
+    *("max_new_tokens", "repeats", "temperature"),
+)
+"""Conditions that the page's first lines tell, where they are known."""
+
+_HEADLINE = (
+    ("engine", "engine"),
+    ("runs on", "device"),
+    ("processor", "cpu"),
+    ("accelerator", "gpu"),
+    ("cores", "cores"),
+    ("threads", "threads"),
+    ("hasten", "hasten"),
+    ("torch", "torch"),
+    ("measured (UTC)", "date"),
+)
+
+
 def check_installed() -> None:
     """Raise OptionError, naming the extra, when a package that the page needs isn't installed."""
     missing = []
@@ -44,8 +63,8 @@ def check_installed() -> None:
     if missing:
         raise OptionError(
             "report",
-            f"--report needs {' and '.join(missing)}, not installed here",
-            "pip install 'hasten[report]'",
+            f"needs {' and '.join(missing)}, not installed here",
+            "Install what it needs: pip install 'hasten[report]'",
         )
 
 
@@ -61,7 +80,15 @@ def render(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["breakable"] = _breakable
     return environment.get_template("report.html.j2").render(_view(report))
+
+
+def _breakable(name: str) -> Any:
+    """A method's name that may be broken after its commas and colons."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"([,:])", r"\1<wbr>", str(escape(name))))
 
 
 def _view(report: Report) -> dict[str, Any]:
@@ -71,14 +98,15 @@ def _view(report: Report) -> dict[str, Any]:
     drafting = [method for method in report.methods if method != facts.get("baseline", "ar")]
     return {
         "title": f"{facts.get('model', 'a model')}: {facts.get('suite', 'benchmark')}",
-        "facts": facts,
+        "facts": {**dict.fromkeys(_TOLD), **facts},
         "warnings": report.warnings,
         "partial": report.partial,
         "busy": bool(facts.get("busy")),
+        "headline": [(name, _plain(facts[key])) for name, key in _HEADLINE if facts.get(key)],
         "prompts": max((row.prompts for row in report.rows), default=0),
         "palette": palette(len(colors)),
         "colors": colors,
-        "drafting": drafting,
+        "legend_methods": [(method, colors[method]) for method in drafting],
         "columns": [name for name, _ in COLUMNS],
         "groups": groups(report, colors),
         "speedup_charts": speedup_charts(report, drafting, colors),
@@ -128,4 +156,4 @@ def _plain(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.3g}"
-    return "none" if value is None or value in ("", [], ()) else str(value)
+    return "none" if value is None or value in ("", [], ()) else _DATE.sub(r"\1 \2", str(value))

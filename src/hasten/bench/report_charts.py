@@ -145,7 +145,7 @@ def split(report: Report) -> dict[str, Any] | None:
     told = "; ".join(f"{stack.name}: {stack.note}" for stack in stacks)
     title = "Milliseconds of a round by part and method"
     return {
-        "parts": [(name, words) for name, words, _ in _PARTS],
+        "parts": [(words, name) for name, words, _ in _PARTS],
         "charts": [
             charts.stacks(stacks, width, title, told) for width in (charts.WIDE, charts.NARROW)
         ],

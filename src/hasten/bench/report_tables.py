@@ -31,7 +31,7 @@ def distinct(row: Row) -> str:
 
 
 def _kind(name: str) -> Callable[[Row], str]:
-    return lambda row: str(row.extra.get(name, 0)) if row.identical < row.prompts else "0"
+    return lambda row: str(row.extra.get(name, 0))
 
 
 def _extra(name: str, digits: int) -> Callable[[Row], str]:
@@ -43,7 +43,7 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("95% interval", interval),
     ("speedup, macro", lambda row: number(row.speedup_macro, 2, "x")),
     ("with prefill", lambda row: number(row.extra.get("e2e_speedup_micro"), 2, "x")),
-    ("distinct 4-grams", distinct),
+    ("distinct 4\N{NON-BREAKING HYPHEN}grams", distinct),
     ("tokens/s", lambda row: number(row.tokens_per_s, 1)),
     ("accepted length", lambda row: number(row.mean_accepted_length, 2)),
     ("same ids", lambda row: f"{row.identical}/{row.prompts}"),
@@ -62,7 +62,7 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
 
 
 def groups(report: Report, colors: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The rows by category, ``overall`` first: method, colour, whether at fault, cells."""
+    """The rows by category, ``overall`` first, each: method, colour, whether at fault, cells."""
     made = []
     for category in (OVERALL, *report.categories):
         rows = [row for row in report.rows if row.category == category]
@@ -90,7 +90,7 @@ def sameness(report: Report) -> list[dict[str, Any]]:
     made = []
     for row in overall(report):
         kinds = [(name, row.extra.get(name, 0)) for name in ("near_ties", "faults", "unexplained")]
-        told = [f"{count} {name.replace('_', ' ')}" for name, count in kinds if count]
+        told = [f"{name.replace('_', ' ')}: {count}" for name, count in kinds if count]
         made.append(
             {
                 "method": row.method,
@@ -103,24 +103,20 @@ def sameness(report: Report) -> list[dict[str, Any]]:
     return made
 
 
-def states(report: Report) -> list[dict[str, str]]:
-    """Methods measured both cold and warm, side by side."""
+def states(report: Report) -> list[tuple[str, list[str]]]:
+    """Methods measured both cold and warm: their cold and their warm figures."""
     rows = {row.method: row for row in overall(report)}
-    made = []
-    for name, cold in rows.items():
-        warm = rows.get(name + WARM)
-        if warm is not None:
-            made.append(
-                {
-                    "method": name,
-                    "cold": number(cold.speedup_micro, 2, "x"),
-                    "cold_interval": _interval(cold),
-                    "cold_distinct": distinct(cold),
-                    "cold_length": number(cold.mean_accepted_length, 2),
-                    "warm": number(warm.speedup_micro, 2, "x"),
-                    "warm_interval": _interval(warm),
-                    "warm_distinct": distinct(warm),
-                    "warm_length": number(warm.mean_accepted_length, 2),
-                }
-            )
-    return made
+    return [
+        (name, [*_learned(cold), *_learned(rows[name + WARM])])
+        for name, cold in rows.items()
+        if name + WARM in rows
+    ]
+
+
+def _learned(row: Row) -> list[str]:
+    return [
+        number(row.speedup_micro, 2, "x"),
+        interval(row),
+        distinct(row),
+        number(row.mean_accepted_length, 2),
+    ]

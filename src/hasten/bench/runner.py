@@ -12,6 +12,7 @@ from hasten.bench.output import Report
 from hasten.bench.peers import check_peers
 from hasten.bench.prompts import load_suite
 from hasten.bench.session import BASELINE, Session, make_contestants
+from hasten.bench.states import entries
 from hasten.bench.stats import build_rows
 from hasten.verify import pick_verifier
 
@@ -43,14 +44,16 @@ def run(
             device=config.device,
             engine=config.engine,
         )
-    contestants = make_contestants(config, llm, specs)
+    asked = entries(llm, specs, config.state)
+    contestants = make_contestants(config, llm, asked)
     progress(Progress("load", 1, 1))
     session = Session(config, llm, suite, contestants, progress)
     session.warm_up()
+    session.learn()
     meter = environment.LoadMeter()
     session.measure()
     during = meter.others()
-    differences = session.explain({str(s) for s in specs if _is_exact(s, config)})
+    differences = session.explain({e.name for e in asked if _is_exact(e.spec, config)})
     rows = build_rows(
         session.items, session.measured, plain=BASELINE, seed=config.seed, differences=differences
     )
@@ -98,6 +101,7 @@ def _environment(
         "turns": config.turns,
         "max_new_tokens": config.max_new_tokens,
         "repeats": config.repeats,
+        "state": config.state,
         "seed": config.seed,
         "temperature": config.temperature,
         "verify": pick_verifier(config.verify, greedy=config.temperature == 0)[0],

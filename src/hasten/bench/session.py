@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from hasten import methods
 from hasten.api import LLM
 from hasten.bench.adversarial import random_ids
-from hasten.bench.config import BenchConfig, Progress, ProgressCallback
+from hasten.bench.config import WARM, BenchConfig, Progress, ProgressCallback
 from hasten.bench.explain import find_differences
 from hasten.bench.peers import Peer, PeerContext, make_peers
 from hasten.bench.prompts import Suite, SuiteRow
+from hasten.bench.states import Entry, forget, own_state
 from hasten.bench.stats import Answer, Difference, Item, Measured
 from hasten.errors import ContextError, OptionError
 from hasten.types import SamplingParams
@@ -63,14 +63,17 @@ class Contestant(Protocol):
 
 
 class _MethodContestant:
-    """A method of the LLM under test."""
+    """A method of the LLM under test; a cold one forgets before it answers."""
 
-    def __init__(self, llm: LLM, spec: methods.MethodSpec, verify: str | None) -> None:
-        self.name = str(spec)
-        self._llm, self._spec, self._verify = llm, llm.prepare(spec), verify
+    def __init__(self, llm: LLM, entry: Entry, verify: str | None) -> None:
+        self.name = entry.name
+        self._llm, self._cold, self._verify = own_state(llm, entry), entry.state == "cold", verify
+        self._spec = self._llm.prepare(entry.spec)
 
     def run(self, ids: Sequence[int], params: SamplingParams) -> Answer:
         """Drive the rounds; the clock is the wall's, so everything the loop does counts."""
+        if self._cold:
+            forget(self._llm, self._spec)
         started = first = last = time.perf_counter()
         with self._llm.stream(
             list(ids), method=self._spec, params=params, verify=self._verify
@@ -102,11 +105,9 @@ class _PeerContestant:
         return self._peer.run(ids, params.max_new_tokens)
 
 
-def make_contestants(
-    config: BenchConfig, llm: LLM, specs: Sequence[methods.MethodSpec]
-) -> list[Contestant]:
+def make_contestants(config: BenchConfig, llm: LLM, entries: Sequence[Entry]) -> list[Contestant]:
     """Everything that is measured, loaded and checked, plain decoding first."""
-    made: list[Contestant] = [_MethodContestant(llm, spec, config.verify) for spec in specs]
+    made: list[Contestant] = [_MethodContestant(llm, entry, config.verify) for entry in entries]
     context = PeerContext(llm.target.info, llm._loaded.source)
     for peer in make_peers(config.peers, context):
         peer.prepare()
@@ -155,8 +156,13 @@ class Session:
     @property
     def total(self) -> int:
         """Answers to come in all, at most."""
-        turns = sum(len(r.turns) or 1 if self.config.turns == "all" else 1 for r in self.suite.rows)
-        return turns * len(self.contestants) * self.config.repeats
+        return self._prompts * len(self.contestants) * self.config.repeats
+
+    @property
+    def _prompts(self) -> int:
+        """Prompts of the suite, at most."""
+        every = self.config.turns == "all"
+        return sum(len(r.turns) or 1 if every else 1 for r in self.suite.rows)
 
     def warm_up(self) -> None:
         """Let every contestant answer something short, untimed."""
@@ -171,6 +177,30 @@ class Session:
             if tokens > 0:
                 contestant.run(ids, self._params(0, tokens))
         self.progress(Progress("warm-up", len(self.contestants), len(self.contestants)))
+
+    def learn(self) -> None:
+        """Let the warm contestants answer the whole suite, unmeasured."""
+        warm = [c for c in self.contestants if c.name.endswith(WARM)]
+        plain = next(c for c in self.contestants if c.name == BASELINE)
+        total, asked = self._prompts * len(warm), 0
+
+        def answer(item: Item) -> Sequence[int]:
+            nonlocal asked
+            params = self._params(asked, self._room(item))
+            for at, contestant in enumerate(warm):
+                done = asked * len(warm) + at
+                self.progress(Progress("learn", done, total, contestant.name, item.row_id))
+                contestant.run(item.ids, params)
+            asked += 1
+            follows = self.config.turns == "all" and item.turn < len(
+                self.suite.rows[item.row].turns
+            )
+            return plain.run(item.ids, params).tokens if follows else ()
+
+        if warm:
+            for row in range(len(self.suite.rows)):
+                self._ask(row, answer)
+            self.progress(Progress("learn", total, total))
 
     def measure(self) -> None:
         """Fill `items` and `answers`; after Ctrl-C what is there is trimmed to whole prompts."""
@@ -193,8 +223,22 @@ class Session:
         self.progress(Progress("measure", self.done, self.done))
 
     def _first_time(self, place: int) -> None:
-        """All turns of a row. Later turns follow plain decoding's answers, so that every contestant
-        answers the same prompts."""
+        """All turns of a row, measured."""
+
+        def answer(item: Item) -> Sequence[int]:
+            self.items.append(item)
+            self.answers.append({})
+            self._answer(len(self.items) - 1, 0)
+            return self.answers[-1][BASELINE][0].tokens
+
+        self.skipped.extend(self._ask(place, answer))
+
+    def _ask(self, place: int, answer: Callable[[Item], Sequence[int]]) -> list[str]:
+        """Ask all turns of a row; gives what had no room.
+
+        Later turns follow plain decoding's answers, which `answer` returns, so that every
+        contestant answers the same prompts.
+        """
         row = self.suite.rows[place]
         messages: list[dict[str, str]] = []
         turns = row.turns if self.config.turns == "all" else row.turns[:1]
@@ -203,15 +247,12 @@ class Session:
             ids = self.llm.tokenize(messages) if turn > 1 else first_ids(self.llm, row)
             limit = self.llm.target.info.context_limit
             if not 0 < len(ids) < limit:
-                self.skipped.append(f"{row.category} {row.id} turn {turn}: {len(ids)} tokens")
-                return
-            self.items.append(Item(place, row.id, row.category, turn, tuple(ids)))
-            self.answers.append({})
-            self._answer(len(self.items) - 1, 0)
+                return [f"{row.category} {row.id} turn {turn}: {len(ids)} tokens"]
+            said = answer(Item(place, row.id, row.category, turn, tuple(ids)))
             if turn < len(turns):
-                said = self.answers[-1][BASELINE][0].tokens
                 text = self.llm.tokenizer.decode(list(said), skip_special_tokens=True)
                 messages.append({"role": "assistant", "content": text})
+        return []
 
     def _answer(self, at: int, repeat: int) -> None:
         """One answer of each contestant to item `at`."""
@@ -228,8 +269,11 @@ class Session:
 
     def params(self, at: int) -> SamplingParams:
         """Sampling options of item `at`; no longer than the context allows, peers included."""
-        room = self.llm.target.info.context_limit - len(self.items[at].ids)
-        return self._params(at, min(self.config.max_new_tokens, room))
+        return self._params(at, self._room(self.items[at]))
+
+    def _room(self, item: Item) -> int:
+        room = self.llm.target.info.context_limit - len(item.ids)
+        return min(self.config.max_new_tokens, room)
 
     def _params(self, at: int, tokens: int) -> SamplingParams:
         return SamplingParams(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from hasten.cli import bench, chat, generate, info, methods, verify
+from hasten.cli import bench, calibrate, chat, generate, info, methods, verify
 from hasten.cli.guard import Commands
 from hasten.cli.options import Version
 
@@ -32,5 +32,6 @@ app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("methods")(methods.methods)
 app.command("info")(info.info)
+app.command("calibrate")(calibrate.calibrate)
 app.command("verify")(verify.verify)
 app.command("bench")(bench.bench)

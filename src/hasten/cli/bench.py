@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from hasten.bench import BenchConfig, Report, Row
     from hasten.bench.config import ProgressCallback
 
+PAGE = "report.html"
+"""The page's name in the folder given to ``--report``."""
+
 Methods = Annotated[
     list[str] | None,
     typer.Option(
@@ -68,12 +71,21 @@ Repeats = Annotated[
         show_default="1",
     ),
 ]
+State = Annotated[
+    str | None,
+    typer.Option(
+        "--state",
+        metavar="NAME",
+        help="For methods that learn across requests: cold, warm or both.",
+        show_default="cold",
+    ),
+]
 Peers = Annotated[
     list[str] | None,
     typer.Option(
         "--peers",
         metavar="NAMES",
-        help="Other libraries to measure in the same run, as `transformers`; commas or again.",
+        help="Other libraries to measure too: transformers, llama-cpp; commas or again.",
         show_default=False,
     ),
 ]
@@ -81,6 +93,15 @@ JsonFile = Annotated[
     Path | None,
     typer.Option(
         "--json", metavar="FILE", help="Write all figures to this file.", show_default=False
+    ),
+]
+ReportFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--report",
+        metavar="DIR",
+        help="Write a page with charts to DIR/report.html (needs hasten[report]).",
+        show_default=False,
     ),
 ]
 Temperature = Annotated[
@@ -98,6 +119,7 @@ def bench(
     limit: opt.Limit = None,
     max_new_tokens: MaxNewTokens = None,
     turns: Turns = None,
+    state: State = None,
     repeats: Repeats = None,
     peers: Peers = None,
     dtype: opt.Dtype = None,
@@ -107,6 +129,7 @@ def bench(
     temperature: Temperature = None,
     seed: Seed = None,
     json: JsonFile = None,
+    report: ReportFolder = None,
 ) -> None:
     """Measure methods against plain decoding, interleaved on one model, prompt by prompt.
 
@@ -123,6 +146,7 @@ def bench(
         "limit": limit,
         "max_new_tokens": max_new_tokens,
         "turns": turns,
+        "state": state,
         "repeats": repeats,
         "peers": tuple(name.strip() for text in peers for name in text.split(",") if name.strip())
         if peers
@@ -135,19 +159,29 @@ def bench(
         "seed": seed,
     }
     config = BenchConfig(**{name: value for name, value in given.items() if value is not None})
-    with _output(json) as target:
-        _prepare(config)
-        with _bar() as progress:
-            report = run(config, progress)
-        if target is not None:
-            report.write(target)
-    print_report(report)
-    if json is not None:
-        err().print(f"written: {json}", style="dim", soft_wrap=True)
-    if report.partial:
+    with _page(report) as page:
+        with _output("json", json) as target:
+            _prepare(config)
+            with _bar() as progress:
+                made = run(config, progress)
+            if target is not None:
+                made.write(target)
+        print_report(made)
+        _told(json)
+        if page is not None:
+            from hasten.bench.report import render
+
+            page.write_text(render(made), encoding="utf-8")
+    _told(report and report / PAGE)
+    if made.partial:
         raise KeyboardInterrupt  # told and written is what was measured; the exit code says so
-    if report.faults:
+    if made.faults:
         raise typer.Exit(1)
+
+
+def _told(path: Path | None) -> None:
+    if path is not None:
+        err().print(f"written: {path}", style="dim", soft_wrap=True)
 
 
 def _prepare(config: BenchConfig) -> None:
@@ -159,22 +193,45 @@ def _prepare(config: BenchConfig) -> None:
 
 
 @contextmanager
-def _output(path: Path | None) -> Iterator[Path | None]:
+def _page(folder: Path | None) -> Iterator[Path | None]:
+    """A file to write the report's page to, as `_output`; the folder is made when it isn't there.
+
+    What the page needs is checked now too, before anything is measured.
+    """
+    if folder is None:
+        yield None
+        return
+    from hasten.bench.report import check_installed
+
+    check_installed()
+    try:
+        folder.expanduser().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(
+            "report", f"{folder} can't be made a folder ({error.strerror or error})"
+        ) from error
+    with _output("report", folder / PAGE) as page:
+        yield page
+
+
+@contextmanager
+def _output(option: str, path: Path | None) -> Iterator[Path | None]:
     """A file beside `path` to write to, made before the run so that a bad path is told at once.
 
-    It becomes `path` by one rename when all went well, and is removed otherwise.
+    It becomes `path` by one rename when all went well, and is removed otherwise. `option` is named
+    when the path is bad.
     """
     if path is None:
         yield None
         return
     path = path.expanduser().absolute()
     if path.is_dir():
-        raise OptionError("json", f"{path} is a folder", "Name a file")
+        raise OptionError(option, f"{path} is a folder", "Name a file")
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     except OSError as error:
         raise OptionError(
-            "json", f"can't write to {path.parent} ({error.strerror or error})"
+            option, f"can't write to {path.parent} ({error.strerror or error})"
         ) from error
     os.close(handle)
     draft = Path(name)

@@ -22,18 +22,15 @@ class DraftContext:
 
     ids        prompt and answer so far, the pending root last. Read it, don't keep or change it.
     sample     draws from a float32 distribution ``(vocab,)``: ``sample(probs, position, count)``
-               gives
-               `count` distinct ids, drawn without replacement, with randomness keyed by the
-               request's
-               seed and position (never the global generator).
+               gives `count` distinct ids, drawn without replacement, with randomness keyed by the
+               request's seed and position (never the global generator).
     warp       the request's sampling options as a function ``(prefix, logits (vocab,)) -> probs
-               (vocab,)``
-               in float32, so that a drawing drafter's q goes through the same options as the
-               target's p.
+               (vocab,)`` in float32, so that a drawing drafter's q goes through the same options as
+               the target's p.
     greedy     True when the request is greedy.
     run_rows   ``run_rows(tokens, parents, layers)`` runs rows through some of the target's lower
-               layers
-               and gives their hidden states ``(rows, hidden_size)``; None when the target can't.
+               layers and gives their hidden states ``(rows, hidden_size)``; None when the target
+               can't.
     embed      input embeddings of ids, ``(n, hidden_size)``; None when not asked for.
     """
 
@@ -60,8 +57,7 @@ class Drafter(Protocol):
 
     def begin(self, prompt: Sequence[int], signals: RowSignals) -> None:
         """Start a request. With ``needs.prompt`` `signals` are those of the prompt's last rows: all
-        of
-        them, unless an earlier turn's cache made running the first ones unnecessary."""
+        of them, unless an earlier turn's cache made running the first ones unnecessary."""
         ...
 
     def propose(self, ctx: DraftContext, budget: Budget) -> Draft:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
+from hasten.drafters import builtin_trees
 from hasten.drafters.ar import Plain
 from hasten.drafters.draft_model import DraftModel
 from hasten.drafters.prompt_lookup import PromptLookup
@@ -13,7 +15,7 @@ from hasten.policies.base import FixedPolicy
 from hasten.vocabulary import check_same_vocabulary
 
 
-def _opt(default: object, help: str) -> object:
+def _opt(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
@@ -30,10 +32,10 @@ def _plain(options: NoOptions, context: MethodContext) -> MakeRequest:
 class PromptLookupOptions:
     """Options of ``prompt-lookup``."""
 
-    nodes: int = _opt(8, "rows per pass, the root included: copies are at most nodes - 1 long")  # type: ignore[assignment]
-    max_ngram: int = _opt(3, "longest n-gram looked up first")  # type: ignore[assignment]
-    min_ngram: int = _opt(1, "shortest n-gram trusted")  # type: ignore[assignment]
-    mode: str = _opt("latest", "which occurrence is copied: latest, hf or original")  # type: ignore[assignment]
+    nodes: int = _opt(6, "rows per pass, the root included: copies are at most nodes - 1 long")
+    max_ngram: int = _opt(3, "longest n-gram looked up first")
+    min_ngram: int = _opt(1, "shortest n-gram trusted")
+    mode: str = _opt("latest", "which occurrence is copied: latest, hf or original")
 
 
 def _prompt_lookup(options: PromptLookupOptions, context: MethodContext) -> MakeRequest:
@@ -59,12 +61,10 @@ class DraftModelOptions:
 
     model: str = _opt(
         "", "the draft model: a Hugging Face id, a folder, a .gguf file or a known alias"
-    )  # type: ignore[assignment]
-    nodes: int = _opt(5, "rows per pass, the root included")  # type: ignore[assignment]
-    draw: bool = _opt(
-        False, "draw from the draft model instead of taking its argmax (for verify=rejection)"
-    )  # type: ignore[assignment]
-    threshold: float = _opt(0.0, "stop drafting when the draft model is less sure than this")  # type: ignore[assignment]
+    )
+    nodes: int = _opt(5, "rows per pass, the root included")
+    draw: bool = _opt(True, "draw from the draft model; off: take its argmax")
+    threshold: float = _opt(0.0, "stop drafting when the draft model is less sure than this")
 
 
 def _draft_model(options: DraftModelOptions, context: MethodContext) -> MakeRequest:
@@ -118,4 +118,5 @@ METHODS = (
         options=DraftModelOptions,
         needs="a draft model",
     ),
+    *builtin_trees.METHODS,
 )

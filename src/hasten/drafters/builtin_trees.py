@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from hasten.drafters.base import Drafter
 from hasten.drafters.combined import Combined
+from hasten.drafters.ngrams import NGramStore
 from hasten.drafters.prompt_lookup import PromptLookup
-from hasten.drafters.racer import Racer, RacerState
+from hasten.drafters.racer import SCHEDULES, Racer, RacerState
 from hasten.drafters.recycling import TokenRecycling
 from hasten.drafters.successors import SuccessorTable
 from hasten.errors import OptionError
-from hasten.methods import MakeRequest, Method, MethodContext
+from hasten.methods import Method, MethodContext, RequestMaker, Shared
 from hasten.policies import cost
 from hasten.policies.base import FixedPolicy, Policy
 from hasten.policies.budget import AcceptanceBook, BudgetPolicy
 
 SCOPES = ("request", "session", "global")
-_GLOBAL: dict[tuple[str, str], Any] = {}
-_GLOBAL_ROWS = 65_536
+
+SHARED_ROWS = 32_768
+"""Successor rows that a shared state holds at most: about 13 MB."""
+
+_GLOBAL: OrderedDict[tuple[Any, ...], Shared] = OrderedDict()
+_GLOBAL_LOCK = threading.Lock()
+_GLOBAL_STATES = 8
+"""Process-wide states held at most; the one asked for longest ago goes."""
 
 
 def _opt(default: Any, help: str) -> Any:
@@ -40,11 +49,14 @@ class RacerOptions:
     most: int = _opt(24, _MOST)
     breadth: int = _opt(8, "successors kept per token; 0 switches the logits tree off")
     ngram: int = _opt(10, "longest n-gram kept; 0 switches retrieval off")
-    min_match: int = _opt(2, "shortest suffix whose continuations are drafted")
+    min_match: int = _opt(1, "shortest suffix whose continuations are drafted (the paper's: 2)")
     schedule: str = _opt(
         "deep", "breadths of the logits tree: deep (the authors' code) or wide (as published)"
     )
     capacity: int = _opt(10_000, "most trie nodes")
+    retrieved: float = _opt(
+        0.4, "share of the budget for retrieved nodes, 8 at least (the paper's: 1)"
+    )
     fuse: bool = _opt(True, "weigh borders by share and length instead of raw counts (ours)")
     refill: bool = _opt(True, "let the logits tree grow until the budget is full (ours)")
     graft: bool = _opt(True, "start logits branches from retrieved leaves too (ours)")
@@ -68,82 +80,121 @@ class AutoOptions:
     most: int = _opt(24, _MOST)
 
 
-def _state(name: str, scope: str, context: MethodContext, make: Callable[[], Any]) -> Any:
-    """The shared state for a scope; None when each request has its own."""
+def _need(option: str, ok: bool, rule: str, value: Any) -> None:
+    if not ok:
+        raise OptionError(option, f"must be {rule}, got {value!r}")
+
+
+def _shared(
+    name: str,
+    scope: str,
+    shape: tuple[Any, ...],
+    context: MethodContext,
+    make: Callable[[], Shared],
+) -> dict[str, Shared]:
+    """The state that requests share in this scope, by kind; states of another `shape` are apart."""
     if scope not in SCOPES:
         raise OptionError(
             f"{name}.scope", f"unknown scope {scope!r}", f"Choose one of {', '.join(SCOPES)}"
         )
     if scope == "request":
-        return None
+        return {}
     if scope == "session":
-        return make()
+        return {scope: make()}
     info = context.target.info
-    return _GLOBAL.setdefault((name, info.fingerprint or info.name), make())
+    key = (name, info.fingerprint or info.name, *shape)
+    with _GLOBAL_LOCK:
+        if key not in _GLOBAL:
+            _GLOBAL[key] = make()
+        state = _GLOBAL[key]
+        _GLOBAL.move_to_end(key)
+        while len(_GLOBAL) > _GLOBAL_STATES:
+            _GLOBAL.popitem(last=False)
+    return {scope: state}
 
 
-def _policy(name: str, nodes: int, most: int, context: MethodContext) -> Callable[[], Policy]:
-    """The fixed budget asked for, or the budget policy on this machine's cost table."""
-    if nodes < 0 or most < 1:
-        raise OptionError(
-            f"{name}.nodes", f"must be at least 1 (or 0 for the budget policy), got {nodes}"
-        )
+def _learned(shared: Mapping[str, Any]) -> Any:
+    """What was learned by other requests; None where each has its own."""
+    return shared.get("session", shared.get("global"))
+
+
+def _policies(
+    name: str, nodes: int, most: int, context: MethodContext
+) -> Callable[[Mapping[str, Any]], Policy]:
+    """Makes each request's policy: the fixed budget asked for, or the budget policy on this
+    machine's costs."""
+    _need(f"{name}.nodes", nodes >= 0, "at least 1 (or 0 for the budget policy)", nodes)
+    _need(f"{name}.most", most >= 1, "at least 1", most)
     if nodes:
-        return lambda: FixedPolicy(nodes=nodes)
-    table = cost.load_or_measure(context.target)
-    book = AcceptanceBook()
-    return lambda: BudgetPolicy(table, book, most=most)
+        return lambda shared: FixedPolicy(nodes=nodes)
+    table = context.costs or cost.load_or_measure(context.target)
+    costs = cost.CostModel(table)
+    return lambda shared: BudgetPolicy(costs, shared["counts"], most=most)
 
 
-def _racer(options: RacerOptions, context: MethodContext) -> MakeRequest:
-    if options.breadth < 0 or options.ngram < 0 or options.breadth + options.ngram == 0:
-        raise OptionError("racer.breadth", "breadth and ngram must be >= 0, and not both 0")
-    if options.capacity < 4 * options.ngram + 4:
+def _racer(options: RacerOptions, context: MethodContext) -> RequestMaker:
+    _need("racer.breadth", options.breadth >= 0, "at least 0", options.breadth)
+    _need("racer.ngram", options.ngram >= 0, "at least 0", options.ngram)
+    _need("racer.ngram", options.breadth + options.ngram > 0, "at least 1 when breadth is 0", 0)
+    _need("racer.min_match", options.min_match >= 1, "at least 1", options.min_match)
+    _need("racer.retrieved", 0 < options.retrieved <= 1, "in (0, 1]", options.retrieved)
+    least = 4 * options.ngram + 4
+    _need("racer.capacity", options.capacity >= least, f"at least {least}", options.capacity)
+    if options.schedule not in SCHEDULES:
         raise OptionError(
-            "racer.capacity", f"must be at least {4 * options.ngram + 4} for ngram={options.ngram}"
+            "racer.schedule",
+            f"unknown schedule {options.schedule!r}",
+            f"Choose one of {', '.join(SCHEDULES)}",
         )
-    state = _state("racer", options.scope, context, lambda: _racer_state(options))
 
-    def drafter() -> Drafter:
-        return Racer(
+    def state() -> RacerState:
+        ngrams = NGramStore(max(options.ngram, 1), options.capacity)
+        return RacerState(ngrams, SuccessorTable(SHARED_ROWS))
+
+    shape = (options.ngram, options.capacity, options.breadth)
+    shared = _shared("racer", options.scope, shape, context, state)
+    policy = _policies("racer", options.nodes, options.most, context)
+
+    def make(shared: Mapping[str, Any]) -> tuple[Drafter, Policy]:
+        drafter = Racer(
             breadth=options.breadth,
             ngram=options.ngram,
             min_match=options.min_match,
             schedule=options.schedule,
             capacity=options.capacity,
+            retrieved=options.retrieved,
             decay=0.5 if options.fuse else None,
             refill=options.refill,
             graft=options.graft,
-            state=state,
+            state=_learned(shared),
         )
+        return drafter, policy(shared)
 
-    drafter()
-    policy = _policy("racer", options.nodes, options.most, context)
-    return lambda: (drafter(), policy())
+    return RequestMaker(make, {"counts": AcceptanceBook(), **shared})
 
 
-def _racer_state(options: RacerOptions) -> RacerState:
-    from hasten.drafters.ngrams import NGramStore
-
-    return RacerState(
-        NGramStore(max(options.ngram, 1), options.capacity), SuccessorTable(_GLOBAL_ROWS)
+def _recycling(options: RecyclingOptions, context: MethodContext) -> RequestMaker:
+    shared = _shared("recycling", options.scope, (), context, lambda: SuccessorTable(SHARED_ROWS))
+    policy = _policies("recycling", options.nodes, options.most, context)
+    return RequestMaker(
+        lambda shared: (
+            TokenRecycling(warm_up=options.warm_up, table=_learned(shared)),
+            policy(shared),
+        ),
+        {"counts": AcceptanceBook(), **shared},
     )
 
 
-def _recycling(options: RecyclingOptions, context: MethodContext) -> MakeRequest:
-    table = _state("recycling", options.scope, context, lambda: SuccessorTable(_GLOBAL_ROWS))
-    policy = _policy("recycling", options.nodes, options.most, context)
-    return lambda: (TokenRecycling(warm_up=options.warm_up, table=table), policy())
+def _auto(options: AutoOptions, context: MethodContext) -> RequestMaker:
+    policy = _policies("auto", 0, options.most, context)
 
+    def make(shared: Mapping[str, Any]) -> tuple[Drafter, Policy]:
+        # Lookup lengthens what RACER retrieves, whose n-grams are short; RACER's nodes come first,
+        # because it knows where its two sources agree.
+        lookup = PromptLookup(num_tokens=max(options.most - 1, 1), max_ngram=4, min_ngram=2)
+        return Combined([Racer(), lookup], name="auto", shares=(0.6, 1.0)), policy(shared)
 
-def _auto(options: AutoOptions, context: MethodContext) -> MakeRequest:
-    policy = _policy("auto", 0, options.most, context)
-
-    def make() -> tuple[Drafter, Policy]:
-        lookup = PromptLookup(num_tokens=max(options.most - 1, 1), max_ngram=4, min_ngram=1)
-        return Combined([lookup, Racer()], name="auto", shares=[1.0, 1.0]), policy()
-
-    return make
+    return RequestMaker(make, {"counts": AcceptanceBook()})
 
 
 METHODS = (
@@ -155,8 +206,15 @@ METHODS = (
         needs="top-k logits",
         trees=True,
         variants={
-            "paper": {"nodes": 64, "fuse": False, "refill": False, "graft": False},
-            "retrieval": {"breadth": 0},
+            "paper": {
+                "nodes": 64,
+                "min_match": 2,
+                "retrieved": 1.0,
+                "fuse": False,
+                "refill": False,
+                "graft": False,
+            },
+            "retrieval": {"breadth": 0, "retrieved": 1.0},
             "logits": {"ngram": 0},
         },
     ),

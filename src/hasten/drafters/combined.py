@@ -10,9 +10,10 @@ from hasten.types import Budget, Draft, Round, RowSignals, Signals
 
 
 class Combined(BaseDrafter):
-    """Fuses point-mass drafts (no q, no extra rows) of several drafters.
+    """Fuses the drafts of several drafters; point-mass drafts only (no q, no extra rows).
 
-    shares   the most nodes each drafter may add, as shares of the budget
+    shares   the most nodes each drafter may propose, as shares of the budget; a node two of them
+             propose counts once, and what one leaves unused the later ones may use
     """
 
     def __init__(self, drafters: Sequence[Drafter], *, name: str, shares: Sequence[float]) -> None:
@@ -23,6 +24,7 @@ class Combined(BaseDrafter):
         self.needs = Signals(
             topk=max(n.topk for n in needs),
             hidden=tuple(sorted({layer for n in needs for layer in n.hidden})),
+            probs=any(n.probs for n in needs),
             embeddings=any(n.embeddings for n in needs),
             prompt=any(n.prompt for n in needs),
         )
@@ -36,19 +38,23 @@ class Combined(BaseDrafter):
         """One tree of all proposals; nodes proposed twice keep their first source."""
         tree = TreeBuilder(ctx.ids[-1], budget.nodes, budget.depth)
         for drafter, share in zip(self._drafters, self._shares, strict=True):
-            most = min(1 + round(share * (budget.nodes - 1)), budget.nodes - len(tree) + 1)
-            if most > 1:
-                self._fuse(tree, drafter.propose(ctx, Budget(most, budget.depth)))
+            if tree.full:
+                break
+            nodes = min(max(round(share * (budget.nodes - 1)), 1) + 1, budget.nodes)
+            self._fuse(tree, drafter.propose(ctx, Budget(nodes, budget.depth)))
         return tree.draft()
 
     @staticmethod
     def _fuse(tree: TreeBuilder, draft: Draft) -> None:
+        size = len(draft.tree)
+        sources, ranks = draft.sources or ("",) * size, draft.ranks or (0,) * size
         nodes: list[int | None] = [0]
-        for node in range(1, len(draft.tree)):
+        for node in range(1, size):
             parent = nodes[draft.tree.parents[node]]
-            source, rank = draft.sources[node], draft.ranks[node]
             token = draft.tree.tokens[node]
-            nodes.append(None if parent is None else tree.add(parent, token, source, rank))
+            nodes.append(
+                None if parent is None else tree.add(parent, token, sources[node], ranks[node])
+            )
 
     def observe(self, round: Round) -> None:
         """Tell each."""
@@ -56,7 +62,7 @@ class Combined(BaseDrafter):
             drafter.observe(round)
 
     def end(self) -> None:
-        """End each, also when one fails."""
+        """End each, also when one fails; the first error wins."""
         errors: list[Exception] = []
         for drafter in self._drafters:
             try:

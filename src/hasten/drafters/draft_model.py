@@ -24,8 +24,7 @@ class DraftModel(BaseDrafter):
     num_tokens   longest draft
     vocab_size   ids at or above this (the target's vocabulary) are never drafted
     draw         draw from q (needed for `rejection` to accept more than `match`); else take the
-                 argmax.
-                 A greedy request always takes the argmax.
+                 argmax. A greedy request always takes the argmax.
     threshold    stop drafting when the draft model's own probability of its token falls below this
     """
 
@@ -37,7 +36,7 @@ class DraftModel(BaseDrafter):
         *,
         vocab_size: int,
         num_tokens: int = 4,
-        draw: bool = False,
+        draw: bool = True,
         threshold: float = 0.0,
     ) -> None:
         if num_tokens < 1:

@@ -180,9 +180,9 @@ class NGramStore:
         with self._lock:
             return list(dict.fromkeys(length for _, _, length, _ in self._borders(cursor, 1)))
 
-    def _borders(self, cursor: Cursor, min_match: int) -> list[_Entry]:
-        """Trie nodes of the borders, longest first, with how often each was followed."""
-        found: list[_Entry] = []
+    def _borders(self, cursor: Cursor, min_match: int) -> list[_Border]:
+        """Trie nodes of the borders, longest first."""
+        found: list[_Border] = []
         young, old, tail = self._young, self._old, cursor.tail
         nodes = cursor.nodes if cursor.trie is young else [0]
         in_old = len(old.count) > 1
@@ -209,74 +209,74 @@ class NGramStore:
             return _search(self._borders(cursor, min_match), limit, decay)
 
 
-_Entry = tuple[_Trie, int, int, int]
-"""A trie node on the way: ``(trie, node, border length, how often it was followed)``."""
+_Border = tuple[_Trie, int, int, int]
+"""``(trie, node, length, how often it was followed)``."""
+
+_Entry = tuple[_Trie, int, int]
+"""A trie node on the way: ``(trie, node, border length)``."""
 
 
-def _search(borders: Sequence[_Entry], limit: int, decay: float | None) -> list[Continuation]:
+def _search(borders: Sequence[_Border], limit: int, decay: float | None) -> list[Continuation]:
     """Best-first search over fused paths; about ``WORK * limit`` trie nodes are looked at."""
     if not borders or limit < 1:
         return []
-    weights = _weights(borders, decay)
     out: list[Continuation] = []
-    heap: list[tuple[float, int, int, int, list[_Entry], float]] = []
-    group: list[_Entry] = list(borders)
-    depth, left = 1, WORK * limit
+    heap: list[tuple[float, int, int, int, int, list[_Entry], float]] = []
+    group: list[_Entry] = [(trie, node, length) for trie, node, length, _ in borders]
+    followed = _total((length, count) for _, _, length, count in borders)
+    weights = _weights(followed, decay)
+    depth, left, tick = 1, WORK * limit, 0
     while True:
         above = len(out) - 1
         for entries in _children(group):
+            trie, node, length = entries[0]
+            if len(entries) == 1:
+                count = trie.count[node]
+                score = count * weights[length]
+            else:
+                counts = _total((size, t.count[n]) for t, n, size in entries)
+                count = counts[length]
+                score = max([each * weights[size] for size, each in counts.items()])
+            share = min(count / followed[length], 1.0)
             left -= len(entries)
-            score, share = _weigh(entries, weights)
-            trie, node, _, _ = entries[0]
-            heappush(heap, (-score, depth, -trie.stamp[node], above, entries, share))
+            tick += 1
+            heappush(heap, (-score, depth, -trie.stamp[node], tick, above, entries, share))
         if not heap:
             return out
-        _, depth, _, parent, entries, share = heappop(heap)
-        trie, node, length, _ = entries[0]
+        _, depth, _, _, parent, entries, share = heappop(heap)
+        trie, node, length = entries[0]
         out.append((parent, trie.token[node], share, length))
         if len(out) >= limit:
             return out
         depth += 1
-        group = [(t, n, size, t.count[n]) for t, n, size, _ in entries] if left > 0 else []
+        group = entries if left > 0 else []
+        followed = _total((size, t.count[n]) for t, n, size in group)
 
 
-def _weights(borders: Sequence[_Entry], decay: float | None) -> dict[int, float]:
+def _weights(followed: dict[int, int], decay: float | None) -> dict[int, float]:
     """What one occurrence after a border of each length is worth."""
     if decay is None:
-        return {length: 1.0 for _, _, length, _ in borders}
-    longest = borders[0][2]
-    followed: dict[int, int] = {}
-    for _, _, length, count in borders:
-        followed[length] = followed.get(length, 0) + count
+        return dict.fromkeys(followed, 1.0)
+    longest = max(followed)
     return {length: decay ** (longest - length) / count for length, count in followed.items()}
 
 
+def _total(counts: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Sums by border length."""
+    out: dict[int, int] = {}
+    for length, count in counts:
+        out[length] = out.get(length, 0) + count
+    return out
+
+
 def _children(group: Sequence[_Entry]) -> Iterable[list[_Entry]]:
-    """The children of some nodes, grouped by token; the count in an entry is the parent's."""
+    """The children of some nodes, grouped by token, longest border first."""
     if len(group) == 1:
-        trie, node, length, count = group[0]
-        return [[(trie, child, length, count)] for child in trie.best(node)]
+        trie, node, length = group[0]
+        return [[(trie, child, length)] for child in trie.best(node)]
     grouped: dict[int, list[_Entry]] = {}
-    for trie, node, length, count in group:
+    for trie, node, length in group:
         token = trie.token
         for child in trie.best(node):
-            entry = (trie, child, length, count)
-            found = grouped.setdefault(token[child], [entry])
-            if found[0] is not entry:
-                found.append(entry)
+            grouped.setdefault(token[child], []).append((trie, child, length))
     return grouped.values()
-
-
-def _weigh(entries: Sequence[_Entry], weights: dict[int, float]) -> tuple[float, float]:
-    """Score of a path, and its share of its parent's continuations after its longest border."""
-    trie, node, length, followed = entries[0]
-    if len(entries) == 1:
-        count = trie.count[node]
-        return count * weights[length], min(count / followed, 1.0)
-    counts: dict[int, int] = {}
-    total = 0
-    for trie, node, size, above in entries:
-        counts[size] = counts.get(size, 0) + trie.count[node]
-        total += above if size == length else 0
-    score = max([count * weights[size] for size, count in counts.items()])
-    return score, min(counts[length] / total, 1.0)

@@ -3,10 +3,9 @@
 Three rules for which occurrence is copied: ``latest`` (ours: the most recent one, longest n-gram
 first), ``hf`` (transformers' ``prompt_lookup_num_tokens``: the leftmost one, cut before an
 end-of-sequence id) and ``original`` (Saxena 2023, prompt-lookup-decoding: the leftmost one, and
-only
-with a full continuation). Instead of scanning the context every round, positions of n-grams are
-kept
-in one dictionary per length, so a round costs a few dictionary look-ups however long the context.
+only with a full continuation). Instead of scanning the context every round, positions of n-grams
+are kept in one dictionary per length, so a round costs a few dictionary look-ups however long the
+context.
 """
 
 from __future__ import annotations
@@ -106,8 +105,11 @@ class PromptLookup(BaseDrafter):
         if found is None:
             return Draft(DraftTree.chain(self._ids[-1]))
         start, length = found
-        copy = self._ids[start : start + min(self.num_tokens, budget.nodes - 1, budget.depth)]
-        if self.mode == "hf":
+        count = min(self.num_tokens, budget.nodes - 1, budget.depth)
+        copy = self._ids[start : start + count]
+        if self.mode == "latest":  # a copy that reaches its own start goes on: the text repeats
+            copy += [copy[i % len(copy)] for i in range(count - len(copy))]
+        elif self.mode == "hf":
             copy = copy[: next((i for i, t in enumerate(copy) if t in self.eos_ids), len(copy))]
         size = len(copy) + 1
         return Draft(

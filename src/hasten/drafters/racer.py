@@ -1,28 +1,27 @@
-"""RACER: retrieved n-grams and copied logits in one draft tree (arXiv 2604.14885, ACL Findings
-2026).
+"""RACER: retrieved n-grams and copied logits in one draft tree (arXiv 2604.14885).
 
-Retrieval ("seen"): the most frequent continuations of every suffix of the text that occurred
-before.
-Logits ("unseen"): a breadth-first expansion of the latest top-k successors of each token, with
-shrinking
-breadth. Retrieval takes up to the whole budget, logits what is left, and both fuse into one tree.
-What follows the paper, what is ours and what is unknown: docs/methods/racer.md.
+Retrieval ("seen"): the best continuations of every suffix of the text that occurred before. Logits
+("unseen"): a breadth-first expansion of the latest top-k successors of each token, with shrinking
+breadth. Retrieval goes first, logits take what is left, and both fuse into one tree. What follows
+the paper, what is ours and what is unknown: docs/methods/racer.md.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hasten.drafters.base import BaseDrafter, DraftContext
-from hasten.drafters.ngrams import NGramStore, best_first
+from hasten.drafters.ngrams import Cursor, NGramStore
+from hasten.drafters.ranks import LOGITS, RETRIEVAL, logits_rank, retrieval_rank
 from hasten.drafters.successors import SuccessorTable
 from hasten.drafters.tree_builder import TreeBuilder
 from hasten.errors import OptionError
 from hasten.types import Budget, Draft, Round, RowSignals, Signals
 
 SCHEDULES = ("deep", "wide")
+LEAST_RETRIEVED = 8
 
 
 @dataclass(slots=True)
@@ -32,6 +31,15 @@ class RacerState:
     ngrams: NGramStore = field(default_factory=NGramStore)
     successors: SuccessorTable = field(default_factory=SuccessorTable)
 
+    def reset(self) -> None:
+        """Forget everything."""
+        self.ngrams.reset()
+        self.successors.reset()
+
+    def fork(self) -> RacerState:
+        """A copy that shares nothing that changes."""
+        return RacerState(self.ngrams.fork(), self.successors.fork())
+
 
 class Racer(BaseDrafter):
     """A tree from retrieved n-grams and copied logits.
@@ -40,12 +48,14 @@ class Racer(BaseDrafter):
                 it off
     ngram       longest n-gram kept; 0 switches retrieval off
     min_match   shortest suffix (the root counts) whose continuations are drafted
-    schedule    breadths of the logits tree: ``deep`` (as the authors' code) or ``wide`` (as
-                published)
+    schedule    breadths of the logits tree: ``deep`` (the authors' code) or ``wide`` (as published)
+    capacity    most trie nodes of a request's own state
+    retrieved   share of the budget that retrieved nodes may take, and 8 of them at least (ours; the
+                paper's: 1)
     decay       how much less a border one token shorter counts (ours); None: the paper's order, by
                 count
-    refill      grow the logits tree until the budget is full, duplicates not counted
-    graft       start the logits tree from retrieved leaves too
+    refill      grow the logits tree until the budget is full, duplicates not counted (ours)
+    graft       start the logits tree from retrieved leaves too (ours)
     state       shared memory; None: this request's own
     """
 
@@ -56,9 +66,10 @@ class Racer(BaseDrafter):
         *,
         breadth: int = 8,
         ngram: int = 10,
-        min_match: int = 2,
+        min_match: int = 1,
         schedule: str = "deep",
         capacity: int = 10_000,
+        retrieved: float = 0.4,
         decay: float | None = 0.5,
         refill: bool = True,
         graft: bool = True,
@@ -70,96 +81,96 @@ class Racer(BaseDrafter):
                 f"unknown schedule {schedule!r}",
                 f"Choose one of {', '.join(SCHEDULES)}",
             )
-        self.breadth, self.ngram, self.min_match, self.schedule = (
-            breadth,
-            ngram,
-            min_match,
-            schedule,
-        )
-        self.capacity, self.decay, self.refill, self.graft = capacity, decay, refill, graft
+        self.breadth, self.ngram, self.min_match = breadth, ngram, min_match
+        self.schedule, self.capacity, self.retrieved = schedule, capacity, retrieved
+        self.decay, self.refill, self.graft = decay, refill, graft
         self.needs = Signals(topk=breadth, prompt=breadth > 0)
         self._shared = state
-        self._state = state or self._fresh()
+        self._forget()
 
-    def _fresh(self) -> RacerState:
-        return RacerState(NGramStore(max(self.ngram, 1), self.capacity), SuccessorTable())
+    def _forget(self) -> None:
+        self._cursor = Cursor()
+        if self._shared is not None:
+            self._state = self._shared
+        else:
+            self._state = RacerState(NGramStore(max(self.ngram, 1), self.capacity))
 
     def begin(self, prompt: Sequence[int], signals: RowSignals) -> None:
         """Warm up on the prompt: every n-gram, and the successors the prefill already computed."""
-        self._state = self._shared or self._fresh()
+        self._forget()
         if self.ngram:
-            self._state.ngrams.break_text()
-            self._state.ngrams.push(prompt)
+            self._state.ngrams.push(self._cursor, prompt)
         if signals.topk_ids is not None:
-            self._state.successors.update(list(prompt[-len(signals.topk_ids) :]), signals.topk_ids)
+            self._state.successors.update(prompt[-len(signals.topk_ids) :], signals.topk_ids)
 
     def propose(self, ctx: DraftContext, budget: Budget) -> Draft:
         """Retrieved nodes first, then the logits tree."""
         tree = TreeBuilder(ctx.ids[-1], budget.nodes, budget.depth)
-        leaves = self.retrieve(tree)
+        leaves, rivals = self._retrieve(tree) if self.ngram else ((), {})
         if self.breadth:
-            self.expand(tree, leaves if self.graft else ())
+            self._expand(tree, leaves if self.graft else (), rivals)
         return tree.draft()
 
-    def retrieve(self, tree: TreeBuilder) -> list[int]:
-        """Add the best continuations of the text's borders; gives the retrieved leaves."""
-        if not self.ngram:
-            return []
-        borders = [b for b in self._state.ngrams.borders() if b[2] >= self.min_match]
-        chosen = best_first(borders, tree.limit - len(tree), decay=self.decay)
+    def _retrieve(self, tree: TreeBuilder) -> tuple[Sequence[int], Mapping[int, int]]:
+        """Add the best continuations of the text's borders.
+
+        Gives the retrieved leaves, and for each node with retrieved children the longest match
+        length among these.
+        """
+        guesses = tree.limit - 1
+        room = max(round(self.retrieved * guesses), min(guesses, LEAST_RETRIEVED))
+        chosen = self._state.ngrams.continuations(
+            self._cursor, room, min_match=self.min_match, decay=self.decay
+        )
         nodes: list[int | None] = []
-        inner: set[int | None] = set()
+        rivals: dict[int, int] = {}
         for parent, token, share, length in chosen:
             above = 0 if parent < 0 else nodes[parent]
-            rank = retrieval_rank(length, share)
-            node = None if above is None else tree.add(above, token, "retrieval", rank)
-            nodes.append(node)
-            inner.add(above)
-        return [n for n in nodes if n is not None and n not in inner]
+            if above is None:  # deeper than the budget allows
+                nodes.append(None)
+                continue
+            row = self._state.successors.get(tree.tokens[above])
+            rank = retrieval_rank(length, share, token, row)
+            nodes.append(tree.add(above, token, RETRIEVAL, rank))
+            rivals[above] = max(rivals.get(above, 0), length)
+        return [n for n in nodes if n is not None and n not in rivals], rivals
 
-    def expand(self, tree: TreeBuilder, leaves: Iterable[int]) -> None:
+    def _expand(self, tree: TreeBuilder, leaves: Iterable[int], rivals: Mapping[int, int]) -> None:
         """Breadth-first expansion of the successor table from the root (and the leaves).
 
-        A child of rank j of a node with breadth b gets breadth max(1, base >> j), where base is b
-        at the
-        root ("wide") or at the root's children ("deep"), and b >> 1 at every other node.
+        A node of breadth b has b children; the one of rank j has breadth ``max(1, base >> j)``,
+        where base is b at the root ("wide") or at the root's children ("deep"), else b >> 1. So
+        the root's children get breadths 4, 2, 1, 1... ("deep") or 8, 4, 2, 1, 1... ("wide").
         """
+        successors = self._state.successors
+        keeps = 1 if self.schedule == "deep" else 0
         room = tree.limit - len(tree)
         queue: deque[tuple[int, int, int]] = deque([(0, self.breadth, 0)])
         queue.extend((leaf, max(self.breadth >> 2, 1), 2) for leaf in leaves)
-        # "deep", as the authors' code: root children get 4,2,1,1,...; "wide", as published:
-        # 8,4,2,1,...
-        while queue and not tree.full and room > 0:
+        while queue and room > 0:
             node, breadth, level = queue.popleft()
-            candidates = self._state.successors.get(tree.tokens[node])[:breadth]
-            base = self._base(breadth, level)
-            for rank, token in enumerate(candidates):
+            base = breadth if level == keeps else breadth >> 1
+            rival = rivals.get(node, 0)
+            for place, token in enumerate(successors.get(tree.tokens[node])[:breadth]):
                 before = len(tree)
-                child = tree.add(node, token, "logits", rank)
+                child = tree.add(node, token, LOGITS, logits_rank(place, rival))
                 if child is None:
-                    continue
-                if not self.refill or len(tree) > before:
+                    if tree.full:
+                        return
+                    break  # too deep
+                queue.append((child, max(1, base >> place), level + 1))
+                if len(tree) > before or not self.refill:
                     room -= 1
-                queue.append((child, max(1, base >> rank), level + 1))
-                if room <= 0:
-                    break
-
-    def _base(self, breadth: int, level: int) -> int:
-        keep = level == (1 if self.schedule == "deep" else 0)
-        return breadth if keep else breadth >> 1
+                    if room <= 0:
+                        return
 
     def observe(self, round: Round) -> None:
         """Store what was evaluated (rejected rows too) and what was emitted."""
         if self.ngram:
-            self._state.ngrams.push(round.emitted)
+            self._state.ngrams.push(self._cursor, round.emitted)
         if round.tree is not None and round.signals.topk_ids is not None:
             self._state.successors.update(round.tree.tokens, round.signals.topk_ids, round.accepted)
 
     def end(self) -> None:
         """Leave no trace of the request, unless its state is shared."""
-        self._state = self._shared or self._fresh()
-
-
-def retrieval_rank(length: int, share: float) -> int:
-    """Match length and share of the continuations, as one number for the budget policy's counts."""
-    return 10 * length + min(int(4 * share), 3)
+        self._forget()

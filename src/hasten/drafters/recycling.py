@@ -1,10 +1,8 @@
 """Token recycling: a fixed tree of candidate ranks filled from the latest top-k of each token.
 
 Luo et al., "Turning Trash into Treasure" (arXiv 2408.08696, ACL 2025). The static template of 80
-guesses
-is the paper's; the budgeted form keeps the nodes of the template likeliest by rank, so that a
-machine
-where 81 rows are dear can use it too (ours).
+guesses is the paper's; the budgeted form keeps the template's nodes likeliest by rank, so that a
+machine where 81 rows are dear can use it too (ours).
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hasten.drafters.base import BaseDrafter, DraftContext
+from hasten.drafters.ranks import LOGITS, logits_rank
 from hasten.drafters.successors import SuccessorTable
 from hasten.drafters.tree_builder import TreeBuilder
 from hasten.types import Budget, Draft, Round, RowSignals, Signals
@@ -32,18 +31,21 @@ def _template() -> tuple[Path, ...]:
     children |= {(0, 0, 0, 0): 3, (0, 0, 0, 1): 1, (0, 0, 0, 2): 1, (0, 0, 1, 0): 1}
     children |= {(0, 1, 0, 0): 1, (1, 0, 0, 0): 1, (0, 0, 0, 0, 0): 2, (0, 0, 0, 1, 0): 1}
     paths = [(*parent, rank) for parent, count in children.items() for rank in range(count)]
-    return tuple(sorted(paths, key=lambda p: (len(p), p)))
+    return tuple(sorted(paths, key=_by_level))
+
+
+def _by_level(path: Path) -> tuple[int, Path]:
+    return len(path), path
 
 
 TEMPLATE = _template()
 
 
 def best_paths(count: int) -> tuple[Path, ...]:
-    """The `count` paths of the template likeliest by rank, closed under parents.
+    """The `count` paths of the template likeliest by rank, closed under parents, level by level.
 
-    A rank-r candidate is taken to be 1 / (r + 1) ** 2 as likely as the first, and a level deeper
-    half
-    as likely: rough, but only the order matters.
+    A candidate of rank r is taken to be 1 / (r + 1) ** 2 as likely as the first, and a level deeper
+    half as likely: rough, but only the order matters.
     """
 
     def score(path: Path) -> float:
@@ -52,9 +54,8 @@ def best_paths(count: int) -> tuple[Path, ...]:
             out *= 0.5 / (rank + 1) ** 2
         return out
 
-    return tuple(
-        sorted(sorted(TEMPLATE, key=lambda p: (-score(p), p))[:count], key=lambda p: (len(p), p))
-    )
+    best = sorted(TEMPLATE, key=lambda path: (-score(path), path))[: max(count, 0)]
+    return tuple(sorted(best, key=_by_level))
 
 
 class TokenRecycling(BaseDrafter):
@@ -70,29 +71,37 @@ class TokenRecycling(BaseDrafter):
     def __init__(self, *, warm_up: bool = True, table: SuccessorTable | None = None) -> None:
         self.needs = Signals(topk=BREADTH, prompt=warm_up)
         self._shared = table
-        self._table = table or SuccessorTable()
-        self._paths: tuple[Path, ...] = ()
-        self._for = -1
+        self._forget()
+        self._plan: list[tuple[int, int]] = []
+        """For each path but the root: the place of its parent (0: the root), and its rank."""
+        self._planned = 0
+
+    def _forget(self) -> None:
+        self._table = SuccessorTable() if self._shared is None else self._shared
 
     def begin(self, prompt: Sequence[int], signals: RowSignals) -> None:
         """Store the prompt's successors."""
-        self._table = self._shared or SuccessorTable()
+        self._forget()
         if signals.topk_ids is not None:
-            self._table.update(list(prompt[-len(signals.topk_ids) :]), signals.topk_ids)
+            self._table.update(prompt[-len(signals.topk_ids) :], signals.topk_ids)
 
     def propose(self, ctx: DraftContext, budget: Budget) -> Draft:
         """The template, or its best ``budget.nodes - 1`` paths, as far as the table knows them."""
-        if self._for != budget.nodes:
-            self._for, self._paths = budget.nodes, best_paths(budget.nodes - 1)
+        if self._planned != budget.nodes:
+            paths = best_paths(budget.nodes - 1)
+            places = {path: place for place, path in enumerate(((), *paths))}
+            self._plan = [(places[path[:-1]], path[-1]) for path in paths]
+            self._planned = budget.nodes
         tree = TreeBuilder(ctx.ids[-1], budget.nodes, budget.depth)
-        nodes: dict[Path, int | None] = {(): 0}
-        for path in self._paths:
-            parent = nodes.get(path[:-1])
-            if parent is None:
-                continue
-            candidates = self._table.get(tree.tokens[parent])
-            if path[-1] < len(candidates):
-                nodes[path] = tree.add(parent, candidates[path[-1]], "logits", path[-1])
+        nodes: list[int | None] = [0]
+        rows = [self._table.get(ctx.ids[-1])]
+        for above, place in self._plan:
+            parent, row = nodes[above], rows[above]
+            node = None
+            if parent is not None and place < len(row):
+                node = tree.add(parent, row[place], LOGITS, logits_rank(place, 0))
+            nodes.append(node)
+            rows.append(() if node is None else self._table.get(tree.tokens[node]))
         return tree.draft()
 
     def observe(self, round: Round) -> None:
@@ -102,4 +111,4 @@ class TokenRecycling(BaseDrafter):
 
     def end(self) -> None:
         """Leave no trace of the request, unless its table is shared."""
-        self._table = self._shared or SuccessorTable()
+        self._forget()

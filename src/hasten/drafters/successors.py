@@ -1,48 +1,68 @@
-"""The latest next-token candidates of every token ("copy-logit", token recycling's adjacency
-matrix).
+"""The latest next-token candidates of every token ("copy-logit", token recycling's matrix).
 
 Row v holds the ids of the k largest logits after the latest evaluated position whose input token
-was v.
-Unlike the released codes' zero-filled tables, rows never written are known to be empty.
+was v. Unlike the released codes' zero-filled tables, rows never written are known to be empty.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 
 import torch
 
 
 class SuccessorTable:
-    """Top-k ids per token, best first; only tokens seen take memory. ``rows`` maps token -> ids."""
+    """Top-k ids per token, best first; only tokens seen take memory.
 
-    __slots__ = ("capacity", "rows")
+    capacity   most rows held, the one written longest ago goes first; None: as many as there are
+               tokens in the vocabulary, which is enough of a bound for one request
+    """
+
+    __slots__ = ("_lock", "capacity", "rows")
 
     def __init__(self, capacity: int | None = None) -> None:
-        """`capacity`: most rows held; the oldest written goes first. None: as many as the
-        vocabulary has."""
         self.rows: dict[int, list[int]] = {}
         self.capacity = capacity
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """Rows held."""
+        return len(self.rows)
 
     def update(
         self, tokens: Sequence[int], topk_ids: torch.Tensor, last: Iterable[int] = ()
     ) -> None:
-        """Write a row for each evaluated token; rows listed in `last` win over the others.
+        """Write the rows of evaluated tokens, in order; those at the indices `last` once more.
 
-        topk_ids ``(len(tokens), k)`` int64, best first. `last` are indices of accepted rows: a
-        token that
-        occurs twice in a tree keeps what followed it in the real text.
+        topk_ids ``(rows, k)`` int64, best first; rows beyond the tokens are ignored. `last` are the
+        accepted nodes: a token that occurs twice in a tree keeps what followed it in the real text.
         """
-        rows = self.rows
-        listed = topk_ids.tolist()
-        for token, ids in zip(tokens, listed, strict=True):
-            rows[token] = ids
-        for index in last:
-            rows[tokens[index]] = listed[index]
-        if self.capacity is not None:
-            while len(rows) > self.capacity:
+        listed = topk_ids[: len(tokens)].tolist()
+        with self._lock:
+            rows = self.rows
+            if self.capacity is not None:  # written rows move to the end: the first is the oldest
+                for token in tokens:
+                    rows.pop(token, None)
+            for token, ids in zip(tokens, listed, strict=True):
+                rows[token] = ids
+            for index in last:
+                rows[tokens[index]] = listed[index]
+            while self.capacity is not None and len(rows) > self.capacity:
                 del rows[next(iter(rows))]
 
-    def get(self, token: int) -> list[int]:
-        """Candidates after `token`, best first; [] when it was never evaluated."""
-        return self.rows.get(token, [])
+    def get(self, token: int) -> Sequence[int]:
+        """Candidates after `token`, best first; nothing when it was never evaluated."""
+        return self.rows.get(token, ())
+
+    def reset(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self.rows.clear()
+
+    def fork(self) -> SuccessorTable:
+        """A copy that shares nothing that changes."""
+        other = SuccessorTable(self.capacity)
+        with self._lock:
+            other.rows = dict(self.rows)
+        return other

@@ -6,7 +6,10 @@ from hasten.types import Draft, DraftTree
 
 
 class TreeBuilder:
-    """A draft under construction; node 0 is the root. ``nodes`` counts it."""
+    """A draft under construction; node 0 is the root and counts in `limit`.
+
+    The lists are for reading; nodes are made by `add` alone.
+    """
 
     __slots__ = ("_index", "depths", "limit", "max_depth", "parents", "ranks", "sources", "tokens")
 
@@ -29,15 +32,18 @@ class TreeBuilder:
         return len(self.tokens) >= self.limit
 
     def add(self, parent: int, token: int, source: str, rank: int = 0) -> int | None:
-        """The child of `parent` with `token`, made if new; None when there is no room for it."""
+        """The child of `parent` with `token`: the one there is, with its source, else a new one.
+
+        None when there is no room for a new one, or it would be too deep.
+        """
         key = (parent, token)
         found = self._index.get(key)
         if found is not None:
             return found
-        depth = self.depths[parent] + 1
-        if len(self.tokens) >= self.limit or depth > self.max_depth:
-            return None
         node = len(self.tokens)
+        depth = self.depths[parent] + 1
+        if node >= self.limit or depth > self.max_depth:
+            return None
         self._index[key] = node
         self.tokens.append(token)
         self.parents.append(parent)

@@ -26,8 +26,7 @@ class Policy(Protocol):
 
     def select(self, draft: Draft) -> Draft:
         """The part of the proposed draft that is worth verifying (`hasten.drafts.prune`); never
-        decided
-        from the value of a drawn token."""
+        decided from the value of a drawn token."""
         ...
 
     def learn(self, round: Round) -> None:

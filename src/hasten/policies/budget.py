@@ -1,195 +1,240 @@
-"""The budget policy: each round verifies the node set that maximises expected tokens per second.
+"""The budget policy: each round verifies the node set that is worth most tokens per second.
 
 For every candidate node the policy predicts the probability that it is kept *given that its parent
-is*,
-from counts by source, rank and depth; along a path probabilities multiply. Nodes are taken in the
-order
-of their path probability (a child never comes before its parent), and the number taken maximises
+is*, from counts by source, rank and depth; along a path probabilities multiply. Nodes are taken in
+the order of their path probability (a child never comes before its parent), and the number taken
+maximises
 
-    (1 + sum of path probabilities) / (milliseconds of a pass of so many rows + milliseconds of
-    drafting)
+    (1 + sum of path probabilities) / (milliseconds of a pass of so many rows + those of drafting)
 
-with the measured cost table. One row, a plain step, is a choice like any other: when nothing pays,
-nothing is verified. Counting goes on all the same, because the emitted tokens tell which of the
-*candidates* would have been kept; so returning to drafts costs no trial passes. After a run of
-plain
-steps drafting itself pauses for a growing, bounded number of rounds, which keeps its host work
-down.
+One row, a plain step, is a choice like any other: when nothing pays, nothing is verified. Counting
+goes on all the same, because the emitted tokens tell which of the *candidates* would have been
+kept; returning to drafts costs no trial passes. When drafting itself (host work, a draft model's
+passes) costs more time than it has saved lately, it pauses for a growing, bounded number of rounds.
 
-Decisions look at sources, ranks and depths, never at the drawn token, so sampling stays exact.
+Decisions look at sources, ranks and depths, never at the drawn tokens, so sampling stays exact.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
+from hasten.drafters.ranks import prior
 from hasten.drafts import prune
 from hasten.policies.base import PlanContext
-from hasten.policies.cost import CostTable
-from hasten.types import Budget, Draft, Round
+from hasten.policies.cost import CostModel, CostTable
+from hasten.types import Budget, Draft, DraftTree, Round
 
 Key = tuple[str, int, int]
+"""Source, rank and depth."""
 
-_DEPTHS = 4
+DEPTHS = 3
 """Depths from here on share their counts."""
+
+SHORTEST_PAUSE, LONGEST_PAUSE = 2, 16
+"""Rounds without drafting before another look."""
+
+PRIOR_WEIGHT = 4.0
+"""The first guess of a key counts as so many candidates."""
+
+LUCK_WEIGHT = 4.0
+"""Candidates kept and promised alike before the first."""
+
+LUCK_FADES = 0.98
+"""What is left of them a round later."""
 
 
 @dataclass(slots=True)
 class AcceptanceBook:
-    """Counts of kept / offered by (source, rank, depth): of the method on this model, shared by
-    requests.
+    """Counts of kept / offered by source, rank and depth: a method's on a model, over requests.
 
-    It holds no text. `prior` gives a first guess for a key never seen.
+    It holds no text. A key never seen has `hasten.drafters.ranks.prior`.
     """
 
-    kept: dict[Key, float] = field(default_factory=dict)
-    offered: dict[Key, float] = field(default_factory=dict)
     limit: float = 2000.0
     """Counts beyond this are halved, so that old evidence fades."""
+    counts: dict[Key, list[float]] = field(default_factory=dict)
+    """``[kept, offered]`` of each key."""
 
     def add(self, key: Key, kept: bool) -> None:
         """One candidate whose parent was kept."""
-        self.offered[key] = self.offered.get(key, 0.0) + 1.0
-        if kept:
-            self.kept[key] = self.kept.get(key, 0.0) + 1.0
-        if self.offered[key] > self.limit:
-            self.offered[key] *= 0.5
-            self.kept[key] = self.kept.get(key, 0.0) * 0.5
+        count = self.counts.get(key)
+        if count is None:
+            count = self.counts[key] = [0.0, 0.0]
+        count[0] += kept
+        count[1] += 1.0
+        if count[1] > self.limit:
+            count[0] *= 0.5
+            count[1] *= 0.5
 
-    def rate(self, key: Key) -> float:
-        """Estimated probability, the prior counting as four candidates."""
-        return (self.kept.get(key, 0.0) + 4.0 * prior(key)) / (self.offered.get(key, 0.0) + 4.0)
+    def rate(self, key: Key, guess: float, weight: float) -> float:
+        """Kept / offered, where `guess` counts as `weight` candidates; in (0, 1)."""
+        kept, offered = self.counts.get(key, _NONE)
+        return (kept + weight * guess) / (offered + weight)
+
+    def reset(self) -> None:
+        """Forget all counts."""
+        self.counts.clear()
+
+    def fork(self) -> AcceptanceBook:
+        """A copy that shares nothing."""
+        return AcceptanceBook(self.limit, {key: list(c) for key, c in self.counts.items()})
 
 
-def prior(key: Key) -> float:
-    """Before anything was counted: deliberately low, so that a new source has to earn its rows."""
-    source, rank, _depth = key
-    if source == "retrieval":  # the rank is 10 * match length + quarter of the share
-        return min(0.1 + 0.05 * (rank // 10) + 0.1 * (rank % 10), 0.7)
-    if source == "lookup":  # the rank is the match length
-        return min(0.2 + 0.1 * rank, 0.6)
-    return 0.3 * 0.5**rank
-
-
-@dataclass(slots=True)
-class _Candidates:
-    """A draft before pruning, for counting what would have been kept."""
-
-    draft: Draft
-    keys: list[Key]
+_NONE = (0.0, 0.0)
 
 
 class BudgetPolicy:
     """One request's budget policy.
 
-    table     measured cost of passes
-    book      counts shared by this method's requests
-    most      largest number of rows considered
+    costs     what passes cost: a table, or a model of it shared by a method's requests
+    book      counts shared by a method's requests
+    most      candidates asked for, and rows verified, the root included, at most
     weight    how much the shared counts weigh against this request's own, in candidates
+
+    A request also has its *luck*: how many candidates were kept lately against how many the shared
+    counts promised. It scales all of these, so that a text unlike the earlier ones is noticed in a
+    dozen rounds instead of once for each key.
     """
 
     def __init__(
-        self, table: CostTable, book: AcceptanceBook, *, most: int = 32, weight: float = 12.0
+        self,
+        costs: CostTable | CostModel,
+        book: AcceptanceBook,
+        *,
+        most: int = 24,
+        weight: float = 30.0,
     ) -> None:
-        self.table, self.book, self.most, self.weight = table, book, most, weight
+        self.costs = CostModel(costs) if isinstance(costs, CostTable) else costs
+        self.book, self.most, self.weight = book, most, weight
         self._own = AcceptanceBook(limit=200.0)
-        self._last: _Candidates | None = None
-        self._plain_run = 0
-        self._pause = 0
+        self._draft: Draft | None = None
+        self._keys: list[Key] = []
+        self._shared: dict[Key, float] = {}
+        """The shared rates of the draft's keys."""
+        self._kept, self._promised = 0.0, 0.0
+        self._rows, self._context = 1, 1
         self._draft_ms = 0.0
-        self._planned_at = 0.0
-        self._context = 0
+        self._gain_ms = 0.0
+        """Milliseconds the last draft promised to save, its own making not counted."""
+        self._saved_ms: float | None = None
+        """Running mean of the milliseconds drafting saved, its own making counted."""
+        self._pause, self._next_pause = 0, SHORTEST_PAUSE
+
+    # -- deciding --------------------------------------------------------------------------------
 
     def plan(self, context: PlanContext) -> Budget:
         """How many candidates to ask for: all that could be verified, or none during a pause."""
-        self._last = None
-        self._context = context.context
+        self._draft, self._rows, self._context = None, 1, context.context
+        self._shared.clear()
+        depth = min(context.remaining - 1, self.most)
+        if depth < 1 or self.most < 2:
+            return Budget(1, 0)
         if self._pause > 0:
             self._pause -= 1
             return Budget(1, 0)
-        self._planned_at = time.perf_counter()
-        return Budget(self.most, min(context.remaining - 1, self.most))
+        return Budget(self.most, depth)
 
     def select(self, draft: Draft) -> Draft:
         """The candidates worth verifying."""
-        spent = 1e3 * (time.perf_counter() - self._planned_at)
-        self._draft_ms = spent if not self._draft_ms else 0.9 * self._draft_ms + 0.1 * spent
-        tree = draft.tree
-        keys = [_key(draft, node) for node in range(len(tree))]
-        self._last = _Candidates(draft, keys)
-        chance = self._path_chances(draft, keys)
-        order = sorted(range(1, len(tree)), key=lambda n: (-chance[n], n))
-        keep = self._best_count(order, chance)
+        self._draft = draft
+        depths, size = draft.tree.depths, len(draft.tree)
+        sources, ranks = draft.sources or ("",) * size, draft.ranks or (0,) * size
+        self._keys = [
+            (source, rank, depth if depth < DEPTHS else DEPTHS)
+            for source, rank, depth in zip(sources, ranks, depths, strict=True)
+        ]
+        chance = self._path_chances(draft)
+        order = sorted(range(1, size), key=chance.__getitem__, reverse=True)  # ties: by index
+        extra = 0 if draft.extra is None else len(draft.extra.tokens)
+        fixed = extra > 0 or bool(draft.frontiers)  # such a draft is run whole, or not at all
+        keep = self._best_count(order, chance, size - 1 if fixed else 1, extra)
         if keep == 0:
-            self._plain_run += 1
-            if self._plain_run >= 8:  # nothing has paid for a while: look again later
-                self._pause = min(self._plain_run // 4, 8)
-            return Draft(prune(draft, []).tree)
-        self._plain_run = 0
-        return prune(draft, sorted(order[:keep]))
+            return Draft(DraftTree.chain(draft.tree.tokens[0]))
+        self._rows = 1 + keep + extra
+        return draft if fixed else prune(draft, sorted(order[:keep]))
 
-    def _path_chances(self, draft: Draft, keys: Sequence[Key]) -> list[float]:
+    def _path_chances(self, draft: Draft) -> list[float]:
+        """For each node the probability that it is kept; never more than its parent's, nor, among
+        drawn siblings, than that of one drawn earlier: these may only be dropped from the end."""
         rates: dict[Key, float] = {}
-        chance = [1.0] * len(keys)
-        parents = draft.tree.parents
-        for node in range(1, len(keys)):
-            key = keys[node]
-            if key not in rates:
-                rates[key] = self._rate(key)
-            chance[node] = chance[parents[node]] * rates[key]
-        for (
-            parent
-        ) in draft.q:  # drawn siblings may only be dropped from the end of their draw order
-            kids = [n for n in range(1, len(keys)) if parents[n] == parent]
-            for before, after in pairwise(kids):
-                chance[after] = min(chance[after], chance[before])
+        luck = (self._kept + LUCK_WEIGHT) / (self._promised + LUCK_WEIGHT)
+        chance = [1.0]
+        drawn: dict[int, float] = dict.fromkeys(draft.q, 1.0)
+        for parent, key in zip(draft.tree.parents[1:], self._keys[1:], strict=True):
+            rate = rates.get(key)
+            if rate is None:
+                shared = self._shared[key] = self.book.rate(key, prior(*key), PRIOR_WEIGHT)
+                rate = rates[key] = self._own.rate(key, min(shared * luck, 0.97), self.weight)
+            each = chance[parent] * rate
+            if parent in drawn:
+                each = drawn[parent] = min(each, drawn[parent])
+            chance.append(each)
         return chance
 
-    def _rate(self, key: Key) -> float:
-        own = self._own
-        shared = self.book.rate(key)
-        return (own.kept.get(key, 0.0) + self.weight * shared) / (
-            own.offered.get(key, 0.0) + self.weight
-        )
-
-    def _best_count(self, order: Sequence[int], chance: Sequence[float]) -> int:
-        """How many of the ordered candidates to verify; 0 is a plain step."""
-        curve = self.table.curve(len(order) + 1, self._context)
-        # Drafting is paid for already when this is decided, so it weighs on both sides alike.
-        best, best_rate, gain = 0, 1.0 / (curve[0] + self._draft_ms), 1.0
+    def _best_count(
+        self, order: Sequence[int], chance: Sequence[float], least: int, extra: int
+    ) -> int:
+        """How many of the ordered candidates to verify, at least `least`; 0 is a plain step."""
+        curve = self.costs.curve(self.most + extra, self._context)
+        # What drafting takes is spent when this is decided, whatever the choice.
+        spent, plain = self._draft_ms, curve[0]
+        best, best_rate, tokens = 0, 1.0 / (plain + spent), 1.0
+        self._gain_ms = 0.0
         for count, node in enumerate(order, start=1):
-            gain += chance[node]
-            rate = gain / (curve[count] + self._draft_ms)
-            if rate > best_rate:
+            tokens += chance[node]
+            rate = tokens / (curve[count + extra] + spent)
+            if rate > best_rate and count >= least:
                 best, best_rate = count, rate
+                self._gain_ms = tokens * plain - curve[count + extra]
         return best
 
+    # -- learning --------------------------------------------------------------------------------
+
     def learn(self, round: Round) -> None:
-        """Count, for every candidate whose parent the target reached, whether it was the token
-        chosen."""
-        last, self._last = self._last, None
-        if last is None or not round.emitted:
+        """Take note of the round's times and of what became of its candidates."""
+        draft, self._draft = self._draft, None
+        if round.tree is None:
             return
-        tree = last.draft.tree
-        children = tree.children()
+        times = round.times
+        self.costs.observe(self._rows, self._context, 1e3 * times.target, 1e3 * times.topk)
+        if draft is not None:
+            self._weigh_drafting(1e3 * times.draft)
+            self._count(draft.tree, round.emitted)
+
+    def _weigh_drafting(self, took_ms: float) -> None:
+        """Pause when drafts haven't saved the time of their making lately."""
+        if self._saved_ms is None:  # hopeful at first
+            self._draft_ms = took_ms
+            self._saved_ms = 0.25 * self.costs.curve(self.most, self._context)[0]
+        self._draft_ms += 0.1 * (took_ms - self._draft_ms)
+        saved = self._gain_ms - self._draft_ms
+        self._saved_ms += 0.2 * (saved - self._saved_ms)
+        if saved > 0:
+            self._saved_ms = max(self._saved_ms, saved)
+            self._next_pause = SHORTEST_PAUSE
+        elif self._saved_ms < 0:
+            self._pause = self._next_pause
+            self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
+
+    def _count(self, tree: DraftTree, emitted: Sequence[int]) -> None:
+        """Count every candidate whose parent the target reached, verified or not: was it the token
+        the target went on with?"""
+        self._kept *= LUCK_FADES
+        self._promised *= LUCK_FADES
         node: int | None = 0
-        for token in round.emitted:
-            following: int | None = None
-            for kid in children[node or 0]:
-                hit = tree.tokens[kid] == token
-                self.book.add(last.keys[kid], hit)
-                self._own.add(last.keys[kid], hit)
-                if hit:
-                    following = kid
-            if following is None:
+        tokens, parents = tree.tokens, tree.parents
+        for token in emitted:
+            reached, node = node, None
+            for kid in range(1, len(tokens)):
+                if parents[kid] == reached:
+                    key, kept = self._keys[kid], tokens[kid] == token
+                    self._kept += kept
+                    self._promised += self._shared[key]
+                    self.book.add(key, kept)
+                    self._own.add(key, kept)
+                    if kept:
+                        node = kid
+            if node is None:
                 return
-            node = following
-
-
-def _key(draft: Draft, node: int) -> Key:
-    source = draft.sources[node] if draft.sources else ""
-    rank = draft.ranks[node] if draft.ranks else 0
-    return source, rank, min(draft.tree.depths[node], _DEPTHS)

@@ -1,84 +1,184 @@
-"""What a pass costs on this machine: a measured table, cached, re-measured when stale.
+"""What a pass costs on this machine: a measured table, kept, and corrected by what is observed.
 
-A table holds the median milliseconds of one target pass by number of rows and context length, for
-one
-model, dtype, device, thread count and hasten version. It is only ever used for decisions (how many
-nodes
-pay), never for a reported figure. A table measured on a busy machine says so, is used for the
-session and
-not kept.
+A table holds the median milliseconds of one target pass by number of rows and context length, and
+of argmax and top-k over so many rows of logits, for one model, dtype, engine, device and thread
+count. It is only ever used for decisions (how many nodes pay), never for a reported figure. A
+table measured on a busy machine says so, is used for the session and not kept.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import logging
+import math
+import os
 import statistics
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from hasten._cache import cache_dir
-from hasten.environment import measure_load
+from hasten.environment import Load, LoadMeter, cpu_name, load_average, usable_cores
+from hasten.errors import HastenError
 from hasten.passes import synchronize
+from hasten.selection import argmax_rows, topk_rows
 from hasten.targets.base import Target
 from hasten.types import Rows
 
+logger = logging.getLogger(__name__)
+
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+QUICK_ROWS = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (128, 1024)
+QUICK_SECONDS = 2.0
 STALE_AFTER_S = 30 * 24 * 3600.0
-FORMAT = 1
+FORMAT = 2
+TOPK = 8
 
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """Milliseconds of a pass; ``ms[i][j]`` for ``contexts[i]`` tokens of context and ``rows[j]``
-    rows."""
+    """Milliseconds of a pass: ``ms[i][j]`` at ``contexts[i]`` tokens of context for ``rows[j]``
+    rows; ``topk_ms[j]`` is what argmax and top-8 of their logits take.
+
+    Raises ValueError when sizes don't match, or numbers aren't positive and in order.
+    """
 
     key: str
     rows: tuple[int, ...]
     contexts: tuple[int, ...]
     ms: tuple[tuple[float, ...], ...]
+    topk_ms: tuple[float, ...] = ()
     measured_at: float = 0.0
     busy: bool = False
-    format: int = field(default=FORMAT)
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        lines = (*self.ms, self.topk_ms) if self.topk_ms else self.ms
+        if len(self.ms) != len(self.contexts) or any(len(x) != len(self.rows) for x in lines):
+            raise ValueError("a cost table needs a line per context and a number per row count")
+        for axis in (self.rows, self.contexts):
+            if not axis or axis[0] < 1 or any(a >= b for a, b in pairwise(axis)):
+                raise ValueError("a cost table's rows and contexts must be positive and increasing")
+        if not all(math.isfinite(x) and x > 0 for line in self.ms for x in line):
+            raise ValueError("a cost table's times must be positive")
 
     def pass_ms(self, rows: int, context: int) -> float:
         """Milliseconds of a pass of `rows` rows at `context` tokens: linear between what was
-        measured,
-        by the last slope beyond it."""
+        measured, by the last slope beyond it."""
         per_context = [_line(self.rows, line, rows) for line in self.ms]
         return max(_line(self.contexts, per_context, context), 1e-6)
 
+    def select_ms(self, rows: int) -> float:
+        """Milliseconds of argmax and top-k over `rows` rows of logits."""
+        return max(_line(self.rows, self.topk_ms, rows), 0.0) if self.topk_ms else 0.0
+
     def curve(self, most: int, context: int) -> list[float]:
         """``[pass_ms(1), ..., pass_ms(most)]``, never decreasing: a pass of more rows isn't
-        cheaper, it
-        was measured with more luck."""
-        out: list[float] = []
-        for rows in range(1, most + 1):
-            out.append(max(self.pass_ms(rows, context), out[-1] if out else 0.0))
-        return out
+        cheaper, it was measured with more luck."""
+        return _rising([self.pass_ms(rows, context) for rows in range(1, most + 1)])
 
 
 def _line(xs: Sequence[int], ys: Sequence[float], x: int) -> float:
-    if len(xs) == 1:
+    """The broken line through the points at `x`: flat before the first, straight on after the
+    last, never sloping down there."""
+    if len(xs) == 1 or x <= xs[0]:
         return ys[0]
-    at = min(max(bisect_right(xs, x) - 1, 0), len(xs) - 2)
+    at = min(bisect_right(xs, x) - 1, len(xs) - 2)
     slope = (ys[at + 1] - ys[at]) / (xs[at + 1] - xs[at])
-    if x < xs[0]:
-        return ys[0]
+    if x > xs[-1]:
+        return ys[-1] + max(slope, 0.0) * (x - xs[-1])
     return ys[at] + slope * (x - xs[at])
 
 
+def _rising(values: Sequence[float]) -> list[float]:
+    out: list[float] = []
+    for value in values:
+        out.append(max(value, out[-1]) if out else value)
+    return out
+
+
+class CostModel:
+    """A cost table and what rounds have shown since: it drifts with the machine, slowly.
+
+    One ratio of observed to tabled times is kept for all passes, and one for each measured row
+    count relative to it; rows never run are taken to have drifted like the rest.
+    """
+
+    SLOW = 0.05
+    """Weight of a new observation, once there are some."""
+
+    TRUST = 8
+    """The table counts as so many observations."""
+
+    def __init__(self, table: CostTable) -> None:
+        self.table = table
+        self._all, self._select = 1.0, 1.0
+        self._by_rows = [1.0] * len(table.rows)
+        self._seen = [0] * len(table.rows)
+        self._total = 0
+        self._curve: list[float] = []
+        self._curve_for = (-1, -1, -1)
+
+    def curve(self, most: int, context: int) -> list[float]:
+        """Milliseconds of a pass and the selection after it, for 1..most rows (cached)."""
+        # Recomputed now and then: neither the context nor the drift changes much in a round.
+        wanted = (most, context // 64, self._total // 16)
+        if wanted != self._curve_for:
+            table, rows = self.table, self.table.rows
+            self._curve = _rising(
+                [
+                    table.pass_ms(n, context) * self._all * _clamped(rows, self._by_rows, n)
+                    + table.select_ms(n) * self._select
+                    for n in range(1, most + 1)
+                ]
+            )
+            self._curve_for = wanted
+        return self._curve
+
+    def observe(self, rows: int, context: int, pass_ms: float, select_ms: float) -> None:
+        """A round's pass over `rows` rows took so long, and argmax and top-k after it."""
+        tabled = self.table.pass_ms(rows, context)
+        if pass_ms <= 0:
+            return
+        at = min(range(len(self._seen)), key=lambda i: abs(self.table.rows[i] - rows))
+        self._total += 1
+        self._seen[at] += 1
+        # Held within a factor of two, so that a hiccup of the machine counts as a small one.
+        ratio = min(max(pass_ms / tabled / self._all / self._by_rows[at], 0.5), 2.0)
+        self._all *= ratio ** self._weight(self._total)
+        self._by_rows[at] *= ratio ** self._weight(self._seen[at])
+        if (tabled_select := self.table.select_ms(rows)) > 0:
+            again = min(max(select_ms / tabled_select / self._select, 0.5), 2.0)
+            self._select *= again ** self._weight(self._total)
+
+    def _weight(self, seen: int) -> float:
+        return max(1 / (seen + self.TRUST), self.SLOW)
+
+
+def _clamped(xs: Sequence[int], ys: Sequence[float], x: int) -> float:
+    return _line(xs, ys, min(x, xs[-1]))
+
+
+# -- measuring -----------------------------------------------------------------------------------
+
+
 def table_key(target: Target) -> str:
-    """What a table belongs to: model, dtype, device, threads, torch."""
+    """What a table belongs to: weights, engine, dtype, machine, threads, torch."""
     info = target.info
     device = info.device.type
     if device == "cuda":
         device = torch.cuda.get_device_name(info.device)
+    elif device == "cpu":
+        device = f"{cpu_name()} cores={usable_cores()}"
     parts = (
         info.fingerprint or info.name,
         info.engine,
@@ -96,89 +196,169 @@ def measure(
     rows: Sequence[int] = ROWS,
     contexts: Sequence[int] = CONTEXTS,
     repeats: int = 7,
+    seconds: float | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> CostTable:
-    """Time passes on arbitrary tokens (timing doesn't depend on them); row counts are interleaved,
-    so a
-    passing disturbance hits all of them."""
-    info = target.info
-    contexts = [c for c in contexts if c + max(rows) < info.context_limit] or [
-        max(info.context_limit // 2, 1)
-    ]
-    rows = [r for r in rows if contexts[-1] + r <= info.context_limit]
-    rows = rows if target.capabilities.rollback else [1]
-    busy = measure_load().busy
-    done, total = 0, len(contexts) * repeats
-    out = []
-    for context in contexts:
-        sequence = target.open()
-        try:
-            target.prefill(sequence, [i % info.vocab_size for i in range(context)])
-            samples: dict[int, list[float]] = {r: [] for r in rows}
-            for repeat in range(repeats + 1):
-                for count in rows:
-                    seconds = _one(target, sequence, count)
-                    if repeat:  # the first turn warms up
-                        samples[count].append(seconds)
-                done += bool(repeat)
-                if progress is not None:
-                    progress(done, total)
-            out.append(tuple(1e3 * statistics.median(samples[r]) for r in rows))
-        finally:
-            target.close(sequence)
-    return CostTable(table_key(target), tuple(rows), tuple(contexts), tuple(out), time.time(), busy)
+    """Time passes of each number of rows at each context, in turns, so that a passing disturbance
+    hits all of them; medians.
+
+    Row counts and contexts beyond the target's limit are left out. `seconds` ends it early (each
+    pass is run twice at least, at one context at least). `progress` is called with (done, total).
+    """
+    limit = target.info.context_limit
+    contexts = [c for c in contexts if c + max(rows) + repeats < limit] or [max(limit // 4, 1)]
+    rows = [r for r in rows if contexts[-1] + r + repeats < limit] or [1]
+    if not target.capabilities.rollback:
+        rows = [1]
+    meter = LoadMeter()
+    deadline = None if seconds is None else time.perf_counter() + seconds
+    lines: list[list[list[float]]] = []
+    for index, context in enumerate(contexts):
+        if lines and deadline is not None and time.perf_counter() > deadline:
+            break
+        share = None if deadline is None else deadline - time.perf_counter()
+        if share is not None:
+            share /= len(contexts) - index
+
+        def tell(done: int, index: int = index) -> None:
+            if progress is not None:
+                progress(index * repeats + done, len(contexts) * repeats)
+
+        lines.append(_at_context(target, rows, context, repeats, share, tell))
+    load = Load(load_average(), meter.others(), usable_cores())
+    return CostTable(
+        key=table_key(target),
+        rows=tuple(rows),
+        contexts=tuple(contexts[: len(lines)]),
+        ms=tuple(tuple(1e3 * statistics.median_low(s) for s in line) for line in lines),
+        topk_ms=_selection(target, rows, repeats),
+        measured_at=time.time(),
+        busy=load.busy,
+    )
+
+
+def _at_context(
+    target: Target,
+    rows: Sequence[int],
+    context: int,
+    repeats: int,
+    seconds: float | None,
+    tell: Callable[[int], None],
+) -> list[list[float]]:
+    """Samples, in seconds, for each number of rows, after `context` tokens."""
+    samples: list[list[float]] = [[] for _ in rows]
+    started = time.perf_counter()
+    sequence = target.open()
+    try:
+        target.prefill(sequence, [i % target.info.vocab_size for i in range(context)])
+        for repeat in range(repeats + 1):
+            for line, count in zip(samples, rows, strict=True):
+                took = _one(target, sequence, count)
+                if repeat:  # the first turn warms up
+                    line.append(took)
+            tell(repeat)
+            if repeat and seconds is not None and time.perf_counter() - started > seconds:
+                break
+    finally:
+        target.close(sequence)
+    return samples
 
 
 def _one(target: Target, sequence: Any, count: int) -> float:
+    """Seconds of a pass over `count` rows: a tree with branches where the target takes trees."""
     tokens = tuple(i % target.info.vocab_size for i in range(count))
+    branching = 2 if target.capabilities.tree else 1
+    parents = (-1, *((i - 1) // branching for i in range(1, count)))
     started = time.perf_counter()
-    target.forward([Rows(sequence, tokens, tuple(range(-1, count - 1)))])
+    target.forward([Rows(sequence, tokens, parents)])
     synchronize(target)
-    seconds = time.perf_counter() - started
+    took = time.perf_counter() - started
     if target.capabilities.rollback:
         target.rollback(sequence)
     else:
         target.commit(sequence, range(count))
-    return seconds
+    return took
+
+
+def _selection(target: Target, rows: Sequence[int], repeats: int) -> tuple[float, ...]:
+    """Milliseconds of argmax and top-k for each number of rows of made-up logits."""
+    info = target.info
+    generator = torch.Generator().manual_seed(0)  # never the global one
+    logits = torch.randn(max(rows), info.vocab_size, generator=generator)
+    logits = logits.to(device=info.device, dtype=info.dtype)
+    samples: list[list[float]] = [[] for _ in rows]
+    for _ in range(repeats):
+        for line, count in zip(samples, rows, strict=True):
+            started = time.perf_counter()
+            argmax_rows(logits[:count])
+            topk_rows(logits[:count], TOPK)
+            line.append(time.perf_counter() - started)
+    return tuple(1e3 * statistics.median_low(s) for s in samples)
+
+
+# -- keeping -------------------------------------------------------------------------------------
 
 
 def load(target: Target) -> CostTable | None:
-    """The cached table for this target; None when there is none, or it is stale or unreadable."""
+    """The kept table for this target; None when there is none, or it is stale or unreadable."""
     try:
         stored = json.loads(_file(target).read_text())
         stored["ms"] = tuple(tuple(line) for line in stored["ms"])
-        stored["rows"], stored["contexts"] = tuple(stored["rows"]), tuple(stored["contexts"])
+        for name in ("rows", "contexts", "topk_ms"):
+            stored[name] = tuple(stored[name])
         table = CostTable(**stored)
-    except (OSError, ValueError, KeyError, TypeError):
+        age = time.time() - table.measured_at
+    except (OSError, ValueError, KeyError, TypeError, HastenError):
         return None
-    fresh = time.time() - table.measured_at < STALE_AFTER_S
-    return table if table.format == FORMAT and table.key == table_key(target) and fresh else None
+    fits = table.format == FORMAT and table.key == table_key(target) and not table.busy
+    return table if fits and 0 <= age < STALE_AFTER_S else None
 
 
 def save(target: Target, table: CostTable) -> None:
     """Keep a table for the next session, atomically; a cache that can't be written is no error."""
-    path = _file(target)
+    scratch: Path | None = None
     try:
+        path = _file(target)
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(f".{time.time_ns()}.tmp")
+        scratch = path.with_suffix(f".{os.getpid()}-{time.time_ns()}.tmp")
         scratch.write_text(json.dumps(asdict(table)))
         scratch.replace(path)
-    except OSError:
-        return
+    except (OSError, HastenError) as error:
+        logger.info("the measured costs can't be kept: %s", error)
+        if scratch is not None:
+            with contextlib.suppress(OSError):
+                scratch.unlink(missing_ok=True)
 
 
-def load_or_measure(target: Target, *, repeats: int = 5) -> CostTable:
-    """The cached table, or a fresh one (a few seconds), kept unless the machine was busy."""
+def load_or_measure(target: Target) -> CostTable:
+    """The kept table, or one measured now, which takes about two seconds.
+
+    On a busy machine it is measured twice; if the machine stays busy, the quicker of the two serves
+    this session, with a warning, and isn't kept.
+    """
     table = load(target)
-    if table is None:
-        table = measure(target, repeats=repeats)
-        if not table.busy:
-            save(target, table)
+    if table is not None:
+        return table
+    logger.info("%s: measuring what a pass costs here, once", target.info.name)
+    table = _quick(target)
+    if table.busy:
+        again = _quick(target)
+        table = min((again, table), key=lambda t: (t.busy, -len(t.ms), sum(map(sum, t.ms))))
+    if table.busy:
+        logger.warning(
+            "%s: other work kept the machine busy while costs were measured. They serve this "
+            "session and aren't kept; run `hasten calibrate` on a quiet machine",
+            target.info.name,
+        )
+    else:
+        save(target, table)
     return table
 
 
-def _file(target: Target) -> Any:
-    import hashlib
+def _quick(target: Target) -> CostTable:
+    return measure(target, rows=QUICK_ROWS, repeats=5, seconds=QUICK_SECONDS)
 
+
+def _file(target: Target) -> Path:
     digest = hashlib.sha256(table_key(target).encode()).hexdigest()[:24]
     return cache_dir() / "cost" / f"{digest}.json"

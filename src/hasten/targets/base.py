@@ -1,8 +1,7 @@
 """What the loop asks of a model: sequences with a cache that can be cut, and passes over trees.
 
-One mechanism serves chat turns, several answers to one prompt, batches and particle populations:
-a *sequence* is a handle on committed tokens; `open(parent, length)` forks one. Rows run by
-`forward`
+One mechanism serves chat turns, several answers to one prompt, batches and particle populations: a
+*sequence* is a handle on committed tokens; `open(parent, length)` forks one. Rows run by `forward`
 are *pending* until `commit` keeps some of them or `rollback` drops them all.
 """
 
@@ -14,9 +13,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from hasten.errors import ContextError
 from hasten.types import Pass, Rows
 
-__all__ = ["Capabilities", "Pass", "Rows", "SequenceHandle", "Target", "TargetInfo"]
+__all__ = ["Capabilities", "Pass", "Rows", "SequenceHandle", "Target", "TargetInfo", "check_prompt"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,8 @@ class TargetInfo:
     """Facts about a target that methods, costs and trained parts are keyed by.
 
     vocab_size is the number of rows of the LM head (it may exceed the tokenizer's). context_limit
-    is
-    the most tokens a sequence may hold. fingerprint identifies the weights whatever dtype they run
-    in.
+    is the most tokens a sequence may hold. fingerprint identifies the weights whatever dtype they
+    run in.
     """
 
     name: str
@@ -121,9 +120,8 @@ class Target(Protocol):
         """One pass over the rows of each sequence; they become pending.
 
         `layers=(lo, hi)` runs decoder layers lo..hi-1 only (default all). With lo > 0 the rows
-        named
-        must be exactly the pending rows that stand at frontier lo, in order: they resume from their
-        stored hidden states. Logits are given only when hi is the number of layers.
+        named must be exactly the pending rows that stand at frontier lo, in order: they resume from
+        their stored hidden states. Logits are given only when hi is the number of layers.
         """
         ...
 
@@ -138,3 +136,20 @@ class Target(Protocol):
     def embed(self, tokens: Sequence[int]) -> torch.Tensor:
         """Input embeddings, ``(len(tokens), hidden_size)``, in the target's dtype on its device."""
         ...
+
+
+def check_prompt(target: Target, prompt: Sequence[int]) -> None:
+    """Refuse a prompt that can't be answered; raises ContextError."""
+    limit = target.info.context_limit
+    if len(prompt) == 0:
+        raise ContextError("the prompt is empty: give at least one token")
+    if len(prompt) >= limit:
+        raise ContextError(
+            f"the prompt has {len(prompt)} tokens, and the context of {target.info.name} holds "
+            f"{limit}: no room for an answer. Shorten the prompt"
+        )
+    if min(prompt) < 0 or max(prompt) >= target.info.vocab_size:
+        raise ContextError(
+            f"the prompt holds ids outside 0..{target.info.vocab_size - 1}: was another model's "
+            "tokenizer used?"
+        )

@@ -1,0 +1,165 @@
+"""A request between its options and its result, and the stream of its text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from hasten.decode import decode
+from hasten.decoding import Decoding
+from hasten.drafters.base import Drafter
+from hasten.metrics import Summary
+from hasten.policies.base import Policy
+from hasten.stopping import Stopper
+from hasten.text import TextStream
+from hasten.types import FinishReason, Result, Round, SamplingParams
+
+if TYPE_CHECKING:
+    from hasten.api import LLM
+
+
+class Request:
+    """A request between its options and its result."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        ids: list[int],
+        params: SamplingParams,
+        seed: int,
+        method: str,
+        drafter: Drafter,
+        policy: Policy,
+        verifier: Any,
+        text: TextStream | None,
+        trace: bool,
+        keep: bool,
+    ) -> None:
+        info = llm.target.info
+        stopper = Stopper(params, info.eos_ids, len(ids), info.context_limit, text)
+        self.llm, self.ids, self.params, self.seed, self.method = llm, ids, params, seed, method
+        self.text, self.trace, self.keep = text, trace, keep
+        self.decoding = Decoding(
+            llm.target,
+            ids,
+            params,
+            drafter=drafter,
+            policy=policy,
+            verifier=verifier,
+            seed=seed,
+            stopper=stopper,
+        )
+        self.rounds: list[Round] = []
+        self.tokens: list[int] = []
+        self.logprobs: list[Any] = []
+        self.metrics = Summary()
+        self.last: Round | None = None
+
+    def take(self, made: Round) -> None:
+        """Count a round."""
+        self.metrics.add(made)
+        self.tokens.extend(made.emitted)
+        self.logprobs.extend(made.logprobs)
+        self.last = made
+        if self.trace:
+            self.rounds.append(made)
+
+    def result(self) -> Result:
+        """The result so far (of a finished request: the answer)."""
+        last = self.last
+        return Result(
+            prompt_tokens=tuple(self.ids),
+            tokens=tuple(self.tokens),
+            text=self.text.text if self.text is not None else "",
+            finish_reason=(last.finish if last is not None else None) or FinishReason.LENGTH,
+            stop_reason=last.stop_reason if last is not None else None,
+            seed=self.seed,
+            method=self.method,
+            logprobs=tuple(self.logprobs) if self.params.logprobs is not None else None,
+            metrics=self.metrics,
+            rounds=tuple(self.rounds),
+        )
+
+
+class Stream(Iterator[str]):
+    """Pieces of an answer; their concatenation is ``result.text``.
+
+    ``result`` is what there is so far, complete once the iterator ends. Usable as a context
+    manager; ``close()`` (or dropping it) ends the request and frees its cache.
+    """
+
+    def __init__(self, llm: LLM, request: Request) -> None:
+        self._request = request
+        # The generators don't hold the stream: dropping it frees the request's cache at once.
+        self._rounds = _run(llm, request)
+        self._pieces = _pieces(request, self._rounds)
+
+    def rounds(self) -> Iterator[Round]:
+        """The rounds themselves instead of text (use one or the other)."""
+        return self._rounds
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def finish(self) -> Result:
+        """Run to the end and give the result."""
+        for _ in self:
+            pass
+        return self.result
+
+    @property
+    def result(self) -> Result:
+        """The result so far; complete once the iterator has ended."""
+        return self._request.result()
+
+    def close(self) -> None:
+        """End the request and free its cache."""
+        self._pieces.close()  # type: ignore[attr-defined]
+        self._rounds.close()  # type: ignore[attr-defined]
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _run(llm: LLM, request: Request) -> Iterator[Round]:
+    """Drive the loop, one round per lock."""
+    sequence: Any = None
+    if request.keep:
+        with llm._lock:
+            sequence = llm._borrow(request.ids)
+            sequence = llm.target.open() if sequence is None else sequence
+            request.decoding.lend(sequence)
+    loop = decode([request.decoding])
+    done = False
+    try:
+        while True:
+            with llm._lock:
+                item = next(loop, None)
+            if item is None:
+                done = True
+                return
+            request.take(item[1])
+            yield item[1]
+    finally:
+        with llm._lock:
+            loop.close()  # type: ignore[attr-defined]
+            if request.keep and done:
+                llm._keep([*request.ids, *request.tokens], sequence)
+            elif request.keep:
+                llm.target.close(sequence)
+
+
+def _pieces(request: Request, rounds: Iterator[Round]) -> Iterator[str]:
+    """The text of each round as far as it is certain, and the rest at the end."""
+    text = request.text
+    for _ in rounds:
+        if text is not None and (piece := text.take()):
+            yield piece
+    if text is not None and (piece := text.flush()):
+        yield piece
