@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 BENCH_ARGS ?= --methods ar,prompt-lookup --suite mini
 
-.PHONY: venv demo test test-slow lint bench clean
+.PHONY: venv demo test lint bench clean
 
 venv: $(READY)
 
@@ -18,7 +18,9 @@ $(READY): pyproject.toml constraints.txt
 	  { rm -rf $(VENV); echo "Could not make a virtual environment: install python3-venv, or name another Python: make PYTHON=..." >&2; exit 1; }
 	@echo "Setting up $(VENV) (a few minutes the first time)"
 	@# torch first and pinned: a CPU build that pip is set up to serve is then kept by what follows.
-	@{ $(PIP) install -c constraints.txt "$$(grep '^torch==' constraints.txt)" && \
+	@# Where pip's index holds CUDA builds, name PyTorch's CPU index: make venv TORCH_INDEX=URL
+	@{ $(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) \
+	     "$$(grep '^torch==' constraints.txt)" && \
 	   $(PIP) install -c constraints.txt -e '.[dev]'; } || \
 	  { echo "Installing failed (see above). Check the network or pip's settings and run make again; what is installed is kept." >&2; exit 1; }
 	@touch $@
@@ -27,10 +29,7 @@ demo: $(READY)
 	@$(BIN)/python examples/demo.py
 
 test: $(READY)
-	@$(BIN)/python -m pytest -q -m "not slow and not gpu"
-
-test-slow: $(READY)
-	@$(BIN)/python -m pytest -q -m "slow"
+	@$(BIN)/python -m pytest -q
 
 lint: $(READY)
 	@$(BIN)/ruff check .

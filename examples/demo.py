@@ -94,7 +94,7 @@ def show(title: str, prompt: str, plain: Timed, fast: Timed, method: str) -> boo
     return same
 
 
-def summary(timed: dict[str, tuple[Timed, Timed]], same: int, label: str) -> None:
+def summary(timed: dict[str, tuple[Timed, Timed]], same: int, label: str, *, busy: bool) -> None:
     """The table of all prompts."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, title=label, title_justify="left")
     for name in ("prompt", "plain\ntokens/s", "accelerated\ntokens/s", "speedup"):
@@ -115,6 +115,8 @@ def summary(timed: dict[str, tuple[Timed, Timed]], same: int, label: str) -> Non
         f"{sum(ratios) / len(ratios):.2f}x mean of the prompts\n"
         "[dim]Decoding only, from the first token on, against hasten's own plain decoding.[/]"
     )
+    if busy:
+        console.print("[yellow]Other work used this machine meanwhile: times are blurred.[/]")
 
 
 def main(
@@ -152,10 +154,13 @@ def main(
 
 def compare(llm, method: str, length: int, repeats: int) -> int:
     """Run and print everything; how many answers differ."""
+    from hasten.environment import LoadMeter, is_busy, usable_cores
+
     info = llm.target.info
     llm.generate("Hello", max_new_tokens=8)  # the first passes of a process are slow
     timed: dict[str, tuple[Timed, Timed]] = {}
     same = 0
+    meter = LoadMeter()
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal) as bar:
         task = bar.add_task("answering", total=2 * repeats * len(PROMPTS))
@@ -167,7 +172,8 @@ def compare(llm, method: str, length: int, repeats: int) -> int:
             same += show(title, prompt, *pair, method)
             bar.start()
     dtype = str(info.dtype).removeprefix("torch.")
-    summary(timed, same, f"{info.name}, {dtype} on {info.device}, {method}")
+    busy = is_busy(meter.others() or 0.0, usable_cores())
+    summary(timed, same, f"{info.name}, {dtype} on {info.device}, {method}", busy=busy)
     return len(timed) - same
 
 

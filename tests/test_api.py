@@ -12,8 +12,16 @@ import torch
 import hasten
 from hasten.api import LLM
 from hasten.drafters.prompt_lookup import PromptLookup
-from hasten.errors import ContextError, DrafterError, HastenError, ModelError, OptionError
+from hasten.errors import (
+    CapabilityError,
+    ContextError,
+    DrafterError,
+    HastenError,
+    ModelError,
+    OptionError,
+)
 from hasten.types import FinishReason, SamplingParams
+from tests.targets import tiny_models as tiny
 from tests.tiny_llm import CONTEXT, PLAIN, make_model, make_tokenizer, meter, metered, reference
 
 
@@ -71,7 +79,12 @@ def test_a_system_message_comes_first(llm: LLM) -> None:
         ([258], {}, ContextError, "0..257"),
         (None, {}, OptionError, "prompt"),
         (3, {}, OptionError, "prompt"),
-        ([[5, 6]], {}, OptionError, "role"),
+        ([[5, 6]], {}, OptionError, "one row of ids"),
+        (b"hello", {}, OptionError, "prompt: must be text"),
+        ([True, False], {}, OptionError, "one row of ids"),
+        ([{"role": "user", "content": None}], {}, OptionError, "content is None"),
+        ("x", {"logprobs": True}, OptionError, "logprobs"),
+        ("x", {"verify": ["match"]}, OptionError, "verify"),
         ([{"role": "user"}], {}, OptionError, "content"),
         ([5, 6], {"system": "x"}, OptionError, "system"),
         ([{"role": "user", "content": "x"}], {"template": False}, OptionError, "template"),
@@ -229,7 +242,7 @@ def test_prompts_without_a_seed_draw_their_own(llm: LLM) -> None:
 def test_params_must_fit_the_prompts(llm: LLM) -> None:
     with pytest.raises(OptionError, match="params: 1 given for 2"):
         llm.generate_many(["a", "b"], params=[SamplingParams()])
-    with pytest.raises(OptionError, match="prompts: is one text"):
+    with pytest.raises(OptionError, match="prompts: must be a list"):
         llm.generate_many("ab")
 
 
@@ -274,3 +287,49 @@ def test_the_users_model_and_tokenizer_are_left_as_they_were() -> None:
     assert all(torch.equal(v, weights[n]) for n, v in model.state_dict().items())
     assert not any(module._forward_hooks for module in model.modules())
     assert not model.training
+
+
+def test_prompts_may_be_arrays_with_a_batch_of_one(llm: LLM) -> None:
+    ids = llm.tokenize("Hi")
+    assert llm.tokenize(torch.tensor([ids])) == ids  # type: ignore[arg-type]
+    assert llm.tokenize(list(np.array(ids))) == ids
+
+
+def test_a_template_that_refuses_is_told_as_an_option(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{{ raise_exception('no system role here') }}"
+    monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+    with pytest.raises(OptionError, match=r"messages: .*no system role here"):
+        llm.tokenize([{"role": "system", "content": "x"}])
+
+
+def test_any_seed_however_long_draws(llm: LLM) -> None:
+    assert len(llm.generate("x", max_new_tokens=3, temperature=1.0, seed=-(10**5000)).tokens) == 3
+
+
+def test_a_broken_model_is_told_and_no_answer_made_up() -> None:
+    model = make_model()
+    with torch.no_grad():
+        model.model.norm.weight[0] = torch.nan
+    broken = hasten.load((model, make_tokenizer()))
+    for options in ({}, {"temperature": 1.0}, {"repetition_penalty": 1.2}):
+        with pytest.raises(ModelError, match="NaN"):
+            broken.generate([5, 6, 7], max_new_tokens=4, **options)
+
+
+def test_load_names_an_option_it_does_not_have() -> None:
+    with pytest.raises(OptionError, match=r"dtpye: no such option of load.*dtype"):
+        hasten.load((make_model(), make_tokenizer()), dtpye="float32")
+
+
+def test_a_model_that_cannot_be_accelerated_is_decoded_plainly_unless_a_method_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = tiny.build(tiny.mamba2)
+    llm = hasten.load((model, make_tokenizer()))
+    assert str(llm.method) == "ar"
+    assert "plain decoding" in caplog.text
+    assert len(llm.generate([5, 6, 7], max_new_tokens=4).tokens) == 4
+    with pytest.raises(CapabilityError, match="rollback"):
+        hasten.load((model, make_tokenizer()), method="prompt-lookup")

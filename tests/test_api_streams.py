@@ -11,6 +11,7 @@ import pytest
 
 import hasten
 from hasten.api import LLM
+from hasten.types import SamplingParams
 from tests.tiny_llm import PLAIN, make_model, make_tokenizer, meter, metered
 
 
@@ -144,3 +145,24 @@ def test_two_conversations_at_once_are_both_right(llm: LLM) -> None:
         for stream in streams:
             next(stream, None)
     assert [s.finish().tokens for s in streams] == want
+
+
+def test_a_prompt_given_several_times_runs_once_and_each_answer_is_its_own(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = [SamplingParams(max_new_tokens=12, temperature=1.0, seed=seed) for seed in range(3)]
+    alone = [llm.generate("a b c", params=each, method="ar").tokens for each in params]
+    held = meter(llm)
+    rows: list[int] = []
+    prefill = llm.target.prefill
+
+    def counted(sequence: Any, tokens: Any, **how: Any) -> Any:
+        rows.append(len(tokens))
+        return prefill(sequence, tokens, **how)
+
+    monkeypatch.setattr(llm.target, "prefill", counted)
+    together = llm.generate_many(["a b c"] * 3, params=params, method="ar")
+    assert [each.tokens for each in together] == alone
+    assert len(set(alone)) > 1
+    assert sorted(rows) == [1, 1, 1, len(llm.tokenize("a b c")) - 1]
+    assert held.live == 0

@@ -148,7 +148,7 @@ def test_a_method_the_target_cannot_carry_is_refused_before_any_pass() -> None:
     register(Method("deep", "d", _prepare, Options, requires=("rollback", "layer_ranges")))
     target = ToyTarget(layer_ranges=False)
     with pytest.raises(
-        CapabilityError, match=r"'deep' needs a target with layer ranges.*method='ar'"
+        CapabilityError, match=r"'deep' needs a target with layer ranges.*method 'ar'"
     ):
         prepare(parse("deep"), _context(target))
     with pytest.raises(CapabilityError, match="rollback"):

@@ -45,6 +45,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     """Import the rest on first use: ``import hasten`` (and the CLI's ``--help``) stay quick."""
     if name in _LAZY:

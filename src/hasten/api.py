@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import fields, replace
+from inspect import signature
+from operator import index
 from typing import Any
 
 from hasten import methods
@@ -21,6 +25,8 @@ from hasten.verify import pick_verifier
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or chat messages (``{"role": ..., "content": ...}``)."""
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_METHOD = "prompt-lookup"
 
 _PARAMS = {f.name for f in fields(SamplingParams)}
@@ -29,7 +35,7 @@ _PARAMS = {f.name for f in fields(SamplingParams)}
 def load(
     model: Any = None,
     *,
-    method: str | methods.MethodSpec = DEFAULT_METHOD,
+    method: str | methods.MethodSpec | None = None,
     tokenizer: Any = None,
     dtype: Any = None,
     device: str | None = None,
@@ -39,25 +45,34 @@ def load(
     """Load a model and make it fast.
 
     model      None (the embedded SmolLM2-135M-Instruct), an alias, a Hugging Face id, a folder, a
-               ``.gguf``
-               file, a loaded transformers model (with `tokenizer`), or a ``(model, tokenizer)``
-               pair
+               ``.gguf`` file, a loaded transformers model (with `tokenizer`), or a pair of both
     method     how to draft: a name with options (``"prompt-lookup,nodes=12"``), see ``hasten
-               methods``
+               methods``; default: prompt lookup, or plain decoding where the model can't be
+               accelerated, which is logged
     dtype      ``"float32"``, ``"bfloat16"``, ``"float16"`` or a torch dtype; default: the
                checkpoint's own (float32 for the embedded model)
-    device     ``"cpu"``, ``"cuda"``, ...; default: an accelerator when there is one
+    device     ``"cpu"``, ``"cuda"``, ...; default: CUDA when there is one
     engine     ``"auto"``, ``"fused"`` (hasten's fast decoder) or ``"transformers"``
     options    passed on to `hasten.targets.load.load_target` (``revision``, ``trust_remote_code``,
                ``device_map``, ``attn_implementation``)
 
     Raises ModelError, OptionError or CapabilityError, before any pass.
     """
-    spec = methods.parse(method)
+    spec = methods.parse(method or DEFAULT_METHOD)
+    known = signature(load_target).parameters
+    for name in options:
+        if name not in known:
+            raise OptionError(name, "no such option of load", f"Options: {', '.join(known)}")
     loaded = load_target(
         model, tokenizer=tokenizer, dtype=dtype, device=device, engine=engine, **options
     )
-    return LLM(loaded, method=spec)
+    try:
+        return LLM(loaded, method=spec)
+    except CapabilityError as error:
+        if method is not None:
+            raise
+        logger.warning("plain decoding: %s", error)
+        return LLM(loaded, method="ar")
 
 
 class LLM:
@@ -108,7 +123,7 @@ class LLM:
 
     def chat_stream(self, messages: Sequence[Mapping[str, str]], **options: Any) -> Stream:
         """`chat`, piece by piece."""
-        return Stream(self, self._request(messages, keep=True, **options))
+        return Stream(self, self._request(messages, **options).kept())
 
     def forget(self) -> None:
         """Free the cache kept for the next turn of a conversation, and what methods with
@@ -142,11 +157,12 @@ class LLM:
     ) -> list[Result]:
         """Answer several prompts together; answer i is that of prompt i alone.
 
-        `params` may be one for all or one for each. Without a seed each request draws its own.
+        `params` may be one for all or one for each. Without a seed each request draws its own, so
+        ``[prompt] * n`` gives n different sampled answers; the prompt runs, and is held, once.
         Passes are shared where the target packs sequences, else requests take turns.
         """
-        if isinstance(prompts, str):
-            raise OptionError("prompts", "is one text", "Give a list, or use generate")
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+            raise OptionError("prompts", f"must be a list, got {prompts!r}", "Or use generate")
         each: list[SamplingParams | None]
         if params is None or isinstance(params, SamplingParams):
             each = [params] * len(prompts)
@@ -161,10 +177,31 @@ class LLM:
         requests = [
             self._request(p, params=s, **options) for p, s in zip(prompts, each, strict=True)
         ]
-        with self._lock:
+        with self._lock, ExitStack() as opened:
+            self._share_prompts(requests, opened)
             for index, made in decode([r.decoding for r in requests]):
                 requests[index].take(made)
         return [r.result() for r in requests]
+
+    def _share_prompts(self, requests: Sequence[Request], opened: ExitStack) -> None:
+        """Run a prompt given several times only once: each of its requests continues a fork.
+
+        Not for drafters that learn from the prompt's own pass. `opened` closes the sequences.
+        """
+        groups: dict[tuple[int, ...], list[Request]] = {}
+        for request in requests:
+            if request.decoding.finish is None and not request.decoding.drafter.needs.prompt:
+                groups.setdefault(tuple(request.ids), []).append(request)
+        for ids, group in groups.items():
+            if len(group) == 1 or len(ids) == 1 or not self.target.capabilities.fork:
+                continue
+            base = self.target.open()
+            opened.callback(self.target.close, base)
+            self.target.prefill(base, ids[:-1])
+            for request in group:
+                fork = self.target.open(base)
+                opened.callback(self.target.close, fork)
+                request.decoding.lend(fork)
 
     # -- methods and tokens ----------------------------------------------------------------------
 
@@ -189,16 +226,13 @@ class LLM:
         self, prompt: Prompt, *, template: bool = True, system: str | None = None
     ) -> list[int]:
         """Ids of a prompt as `generate` runs them."""
-        if hasattr(prompt, "tolist"):  # an array or a tensor of ids
-            prompt = prompt.tolist()
-        if not isinstance(prompt, (str, Sequence)):
-            raise OptionError("prompt", f"must be text, ids or messages, got {prompt!r}")
-        if not isinstance(prompt, str) and all(isinstance(t, int) for t in prompt):
+        ids = _as_ids(prompt)
+        if ids is not None:
             if system is not None:
                 raise OptionError(
                     "system", "can't be put before token ids", "Give text or messages"
                 )
-            return [t for t in prompt if isinstance(t, int)]
+            return ids
         if self.tokenizer is None:
             raise OptionError(
                 "prompt",
@@ -213,11 +247,11 @@ class LLM:
                     raise OptionError(
                         "system", "needs a chat template", "Leave it out, or put it into the prompt"
                     )
-                return list(self.tokenizer(prompt)["input_ids"])
+                return self._encode(prompt, special=True)
             prompt = [{"role": "user", "content": prompt}]
         elif not template:
             raise OptionError("template", "messages can't go in without it", "Give text or ids")
-        messages = list(prompt)
+        messages: list[Any] = list(prompt)
         if system is not None:
             messages = [{"role": "system", "content": system}, *messages]
         return self._apply_template(messages)
@@ -229,15 +263,24 @@ class LLM:
                 "holds messages, and the tokenizer has no chat template",
                 "Give text instead",
             )
-        bad = [
-            m for m in messages if not isinstance(m, Mapping) or not {"role", "content"} <= m.keys()
-        ]
-        if bad:
-            raise OptionError("messages", f"each needs a role and a content, got {bad[0]!r}")
-        text = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False
-        )
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        for message in messages:
+            if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+                raise OptionError("messages", f"each needs a role and a content, got {message!r}")
+            if message["content"] is None:
+                raise OptionError("messages", f"a content is None in {message!r}", "Give text")
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False
+            )
+        except Exception as error:  # whatever the model's own template raises
+            raise OptionError("messages", f"the chat template refuses them: {error}") from error
+        return self._encode(text, special=False)
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        try:
+            return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+        except (TypeError, UnicodeError) as error:
+            raise OptionError("prompt", f"isn't text the tokenizer takes: {error}") from error
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -251,7 +294,6 @@ class LLM:
         template: bool = True,
         system: str | None = None,
         trace: bool = False,
-        keep: bool = False,
         **options: Any,
     ) -> Request:
         """Check everything and build the request; nothing has run yet."""
@@ -266,9 +308,7 @@ class LLM:
             if self.tokenizer is not None
             else None
         )
-        return Request(
-            self, ids, params, seed, str(spec), drafter, policy, verifier, text, trace, keep
-        )
+        return Request(self, ids, params, seed, str(spec), drafter, policy, verifier, text, trace)
 
     def _borrow(self, ids: Sequence[int]) -> Any:
         """The kept sequence cut to its common prefix with `ids`; None when it is of no use."""
@@ -296,6 +336,27 @@ class LLM:
         """Hold a finished request's sequence for the next turn."""
         self._drop_kept()
         self._kept = (list(ids[: sequence.length]), sequence)
+
+
+def _as_ids(prompt: Any) -> list[int] | None:
+    """The ids of a prompt given as ids; None for text and messages. Raises OptionError."""
+    if hasattr(prompt, "tolist"):  # an array or a tensor, maybe with a batch of one
+        prompt = prompt.tolist()
+        if len(prompt) == 1 and isinstance(prompt[0], list):
+            prompt = prompt[0]
+    if isinstance(prompt, str):
+        return None
+    if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Sequence):
+        hint = "Give its input_ids" if hasattr(prompt, "input_ids") else ""
+        raise OptionError("prompt", f"must be text, ids or messages, got {prompt!r}", hint)
+    if any(isinstance(each, Mapping) for each in prompt):
+        return None
+    try:
+        if any(isinstance(each, bool) for each in prompt):
+            raise TypeError
+        return [index(each) for each in prompt]
+    except TypeError:
+        raise OptionError("prompt", "must be one row of ids, text or messages") from None
 
 
 def _merge(params: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:

@@ -31,11 +31,7 @@ def decode(requests: Sequence[Decoding]) -> Iterator[tuple[int, Round]]:
                 request.close()
         active = [i for i, r in enumerate(requests) if r.finish is None]
         while active:
-            groups = (
-                [active]
-                if active and requests[0].target.capabilities.packed
-                else [[i] for i in active]
-            )
+            groups = [active] if requests[0].target.capabilities.packed else [[i] for i in active]
             for group in groups:
                 for index, made in _one_pass(requests, group):
                     if made.finish is not None:

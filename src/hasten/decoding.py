@@ -52,8 +52,8 @@ class PassJudge:
         return [*self.ids, *path] if path else self.ids
 
     def choose(self, node: int, path: Sequence[int]) -> int:
-        """The argmax, or the keyed draw."""
-        if self.best is not None:
+        """The argmax, or the keyed draw. Raises ModelError where the logits hold NaN."""
+        if self.best is not None and self.best[node] >= 0:
             return self.best[node]
         return self.sampler.choose(self._prefix(path), self.logits[node])
 
@@ -150,7 +150,7 @@ class Decoding:
 
     def start(self) -> Round:
         """Run the prompt and emit the first token."""
-        clock = self._clock = _Clock(started=time.perf_counter())
+        self._clock = _Clock(started=time.perf_counter())
         if self._sequence is None:
             self._sequence = self.target.open()
         needs = self.drafter.needs
@@ -162,7 +162,6 @@ class Decoding:
         best = self._argmax(logits)
         judge = PassJudge(self.sampler, self.ids, logits, best)
         token = judge.choose(0, ())
-        clock.draft = 0.0
         return self._close_round(None, (), (token,), logits, RowSignals())
 
     def _prefill(self, needs: Signals) -> tuple[Pass, RowSignals]:
@@ -285,13 +284,15 @@ class Decoding:
         )
         self._guard("observe", self.drafter.observe, made)
         self._index += 1
+        # Rounds outlive the pass (metrics, traces): they must not keep its tensors alive.
+        made = replace(made, signals=RowSignals(), times=self._times())
+        self.policy.learn(made)
+        return replace(made, times=self._times())  # what the policy took is part of the round
+
+    def _times(self) -> Times:
         clock = self._clock
         total = time.perf_counter() - clock.started - clock.shared
-        times = Times(total, clock.draft, clock.target, clock.topk, clock.draft_model)
-        # Rounds outlive the pass (metrics, traces): they must not keep its tensors alive.
-        made = replace(made, signals=RowSignals(), times=times)
-        self.policy.learn(made)
-        return made
+        return Times(total, clock.draft, clock.target, clock.topk, clock.draft_model)
 
     def close(self) -> None:
         """End the drafter and give the sequence back. Safe to call twice and after an error."""

@@ -6,7 +6,8 @@ HastenError
 |-- CapabilityError      the target can't do what the method needs (cache, mask, layers)
 |-- VocabularyError      two models don't speak the same token ids
 |-- ContextError         the prompt leaves no room in the context
-`-- DrafterError         a drafter broke its contract or raised
+|-- DrafterError         a drafter broke its contract or raised
+    `-- CacheStateError      a sequence of a target was used against its contract
 """
 
 from __future__ import annotations
@@ -45,3 +46,7 @@ class ContextError(HastenError, ValueError):
 
 class DrafterError(HastenError):
     """A drafter broke its contract (bad ids, duplicate siblings, too many nodes) or raised."""
+
+
+class CacheStateError(HastenError, RuntimeError):
+    """A sequence was used against its contract: a fault of hasten or its caller, not bad input."""

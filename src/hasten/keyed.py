@@ -122,7 +122,8 @@ def _mix(z: int) -> int:
 def _fold_seed(seed: int) -> int:
     if 0 <= seed <= _MASK:
         return seed
-    return _digest(b"seed:%d" % seed)
+    # In hexadecimal where Python refuses to write so long a number in decimal.
+    return _digest(b"seed:%d" % seed if seed.bit_length() < 8192 else b"seed:%x" % seed)
 
 
 @lru_cache(maxsize=1024)

@@ -242,15 +242,15 @@ def prepare(spec: MethodSpec, context: MethodContext) -> RequestMaker:
 def check_capabilities(method: Method, target: Target) -> None:
     """Refuse a method that the target can't carry; announce when trees become chains."""
     have: Capabilities = target.capabilities
-    why = " ".join(have.notes) or "See `hasten info MODEL`."
+    why = "; ".join(have.notes[:1]) or "see `hasten info MODEL`"
     for name in method.requires:
         if not getattr(have, name):
             raise CapabilityError(
                 f"method {method.name!r} needs a target with {name.replace('_', ' ')}, which "
-                f"{target.info.name} ({target.info.engine} engine) lacks. {why} "
-                "method='ar' (plain decoding) works."
+                f"{target.info.name} ({target.info.engine} engine) lacks: {why}. "
+                "Use method 'ar', plain decoding"
             )
-    if method.trees and not have.tree:
+    if method.trees and have.rollback and not have.tree:
         logger.warning(
             "%s: %s drafts chains instead of trees. %s", target.info.name, method.name, why
         )

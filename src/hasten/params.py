@@ -127,7 +127,12 @@ class SamplingParams:
         )
         need(
             "logprobs",
-            self.logprobs is None or (isinstance(self.logprobs, int) and self.logprobs >= 0),
+            self.logprobs is None
+            or (
+                isinstance(self.logprobs, int)
+                and not isinstance(self.logprobs, bool)
+                and self.logprobs >= 0
+            ),
             "None or a whole number >= 0",
         )
         need("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings")

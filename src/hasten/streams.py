@@ -12,7 +12,7 @@ from hasten.metrics import Summary
 from hasten.policies.base import Policy
 from hasten.stopping import Stopper
 from hasten.text import TextStream
-from hasten.types import FinishReason, Result, Round, SamplingParams
+from hasten.types import Result, Round, SamplingParams
 
 if TYPE_CHECKING:
     from hasten.api import LLM
@@ -33,12 +33,11 @@ class Request:
         verifier: Any,
         text: TextStream | None,
         trace: bool,
-        keep: bool,
     ) -> None:
         info = llm.target.info
         stopper = Stopper(params, info.eos_ids, len(ids), info.context_limit, text)
         self.llm, self.ids, self.params, self.seed, self.method = llm, ids, params, seed, method
-        self.text, self.trace, self.keep = text, trace, keep
+        self.text, self.trace, self.keep = text, trace, False
         self.decoding = Decoding(
             llm.target,
             ids,
@@ -54,6 +53,11 @@ class Request:
         self.logprobs: list[Any] = []
         self.metrics = Summary()
         self.last: Round | None = None
+
+    def kept(self) -> Request:
+        """The same request, whose sequence stays for the next turn of a conversation."""
+        self.keep = True
+        return self
 
     def take(self, made: Round) -> None:
         """Count a round."""
@@ -71,7 +75,7 @@ class Request:
             prompt_tokens=tuple(self.ids),
             tokens=tuple(self.tokens),
             text=self.text.text if self.text is not None else "",
-            finish_reason=(last.finish if last is not None else None) or FinishReason.LENGTH,
+            finish_reason=last.finish if last is not None else self.decoding.finish,
             stop_reason=last.stop_reason if last is not None else None,
             seed=self.seed,
             method=self.method,

@@ -264,7 +264,7 @@ class Result:
     prompt_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
     text: str
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
     stop_reason: int | str | None
     seed: int
     method: str

@@ -119,7 +119,7 @@ def pick_verifier(name: str | None, *, greedy: bool) -> tuple[str, Verifier]:
     """The verifier called `name`, or the default: `greedy` at temperature 0, else `match`."""
     if name is None:
         name = "greedy" if greedy else "match"
-    if name not in VERIFIERS:
+    if not isinstance(name, str) or name not in VERIFIERS:
         raise OptionError(
             "verify", f"unknown verifier {name!r}", f"Choose one of {', '.join(VERIFIERS)}"
         )

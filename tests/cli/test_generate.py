@@ -128,6 +128,7 @@ def test_help_tells_the_library_s_defaults() -> None:
 
     import typer
 
+    from hasten.api import DEFAULT_METHOD
     from hasten.cli import app
     from hasten.types import SamplingParams
 
@@ -141,4 +142,4 @@ def test_help_tells_the_library_s_defaults() -> None:
     shown = {name: text for name, text in told.items() if name in params and name != "seed"}
     assert len(shown) >= 6
     assert shown == {name: str(params[name]) for name in shown}
-    assert told["method"] == hasten.api.DEFAULT_METHOD  # type: ignore[attr-defined]
+    assert told["method"] == DEFAULT_METHOD

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from hasten.errors import CacheStateError
 from hasten.targets.cache import CachedSequence, KVStore
-from hasten.targets.pending import CacheStateError, Pending
+from hasten.targets.pending import Pending
 
 LAYERS = 2
 LIMIT = 1000

@@ -100,7 +100,7 @@ ReportFolder = Annotated[
     typer.Option(
         "--report",
         metavar="DIR",
-        help="Write a page with charts to DIR/report.html (needs hasten[report]).",
+        help="Write a page with charts to DIR/report.html (needs hasten\\[report]).",
         show_default=False,
     ),
 ]
@@ -224,7 +224,7 @@ def _output(option: str, path: Path | None) -> Iterator[Path | None]:
     if path is None:
         yield None
         return
-    path = path.expanduser().absolute()
+    path = path.expanduser().resolve()
     if path.is_dir():
         raise OptionError(option, f"{path} is a folder", "Name a file")
     try:

@@ -10,7 +10,6 @@ import typer
 from rich.panel import Panel
 
 from hasten.cli import options as opt
-from hasten.cli.info import Name
 from hasten.cli.screen import counting, err, load_model, out, print_json, table
 from hasten.errors import OptionError
 
@@ -46,7 +45,7 @@ Force = Annotated[
 
 
 def calibrate(
-    model: Name = None,
+    model: opt.Name = None,
     dtype: opt.Dtype = None,
     device: opt.Device = None,
     engine: opt.Engine = None,

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from hasten.cli import options as opt
 from hasten.cli.screen import (
+    busy,
     err,
     load_model,
     out,
@@ -129,9 +130,11 @@ def generate(
         "system": system,
     }
     streaming = stream is not False and not (trace or json)
-    result = (
-        _streamed(llm, text, request) if streaming else llm.generate(text, trace=trace, **request)
-    )
+    if streaming:
+        result = _streamed(llm, text, request)
+    else:
+        with busy("answering"):
+            result = llm.generate(text, trace=trace, **request)
     if json:
         print_json(_as_json(llm, result))
     elif trace:
@@ -232,7 +235,7 @@ def _as_json(llm: LLM, result: Result) -> dict[str, Any]:
         "text": result.text,
         "tokens": list(result.tokens),
         "prompt_tokens": len(result.prompt_tokens),
-        "finish_reason": result.finish_reason.value,
+        "finish_reason": result.finish_reason and result.finish_reason.value,
         "stop_reason": result.stop_reason,
         "seed": result.seed,
         "method": result.method,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.text import Text
 
 from hasten.cli import options as opt
@@ -15,18 +14,9 @@ if TYPE_CHECKING:
     from hasten.api import LLM
     from hasten.targets.base import Target
 
-Name = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL",
-        help="A known alias, a Hugging Face id, a folder or a .gguf file.",
-        show_default="smollm2-135m, embedded",
-    ),
-]
-
 
 def info(
-    model: Name = None,
+    model: opt.Name = None,
     dtype: opt.Dtype = None,
     device: opt.Device = None,
     engine: opt.Engine = None,

@@ -35,6 +35,14 @@ def _option(*names: str, panel: str, help: str, default: str | bool = False, **m
     return typer.Option(*names, rich_help_panel=panel, help=help, show_default=default, **more)
 
 
+Name = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="A known alias, a Hugging Face id, a folder or a .gguf file.",
+        show_default="smollm2-135m, embedded",
+    ),
+]
 Model = Annotated[
     str | None,
     _option(

@@ -35,6 +35,7 @@ Length = Annotated[int, typer.Option("--max-new-tokens", "-n", help="Longest ans
 
 
 def verify(
+    name: opt.Name = None,
     model: opt.Model = None,
     method: opt.MethodOption = None,
     suite: SuiteOption = "mini",
@@ -61,6 +62,9 @@ def verify(
             "Greedy answers are checked too",
         )
     make_prompts = _prompts(suite, limit)
+    if name is not None and model is not None:
+        raise OptionError("model", "is given twice", "Name it once, with --model or without")
+    model = model if name is None else name
     llm = load_model(model, method, dtype=dtype, device=device, engine=engine)
     prompts = make_prompts(llm)
     proof = _prove(llm, prompts, _reference(model, device), max_new_tokens, temperature, seed)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hasten.drafters.ar import Plain
 from hasten.drafters.base import Drafter
 from hasten.drafters.combined import Combined
 from hasten.drafters.ngrams import NGramStore
@@ -20,6 +22,8 @@ from hasten.methods import Method, MethodContext, RequestMaker, Shared
 from hasten.policies import cost
 from hasten.policies.base import FixedPolicy, Policy
 from hasten.policies.budget import AcceptanceBook, BudgetPolicy
+
+logger = logging.getLogger(__name__)
 
 SCOPES = ("request", "session", "global")
 
@@ -46,7 +50,7 @@ class RacerOptions:
     """Options of ``racer``."""
 
     nodes: int = _opt(0, _NODES)
-    most: int = _opt(24, _MOST)
+    most: int = _opt(16, _MOST)
     breadth: int = _opt(8, "successors kept per token; 0 switches the logits tree off")
     ngram: int = _opt(10, "longest n-gram kept; 0 switches retrieval off")
     min_match: int = _opt(1, "shortest suffix whose continuations are drafted (the paper's: 2)")
@@ -68,7 +72,7 @@ class RecyclingOptions:
     """Options of ``recycling``."""
 
     nodes: int = _opt(0, _NODES + "; 81 is the paper's template")
-    most: int = _opt(24, _MOST)
+    most: int = _opt(16, _MOST)
     warm_up: bool = _opt(True, "learn from the prompt's rows too (ours)")
     scope: str = _opt("request", _SCOPE)
 
@@ -77,7 +81,7 @@ class RecyclingOptions:
 class AutoOptions:
     """Options of ``auto``."""
 
-    most: int = _opt(24, _MOST)
+    most: int = _opt(16, _MOST)
 
 
 def _need(option: str, ok: bool, rule: str, value: Any) -> None:
@@ -186,6 +190,10 @@ def _recycling(options: RecyclingOptions, context: MethodContext) -> RequestMake
 
 
 def _auto(options: AutoOptions, context: MethodContext) -> RequestMaker:
+    if not context.target.capabilities.rollback:
+        info = context.target.info
+        logger.warning("%s: auto is plain decoding here: its cache can't be cut back", info.name)
+        return RequestMaker(lambda shared: (Plain(), FixedPolicy(nodes=1)))
     policy = _policies("auto", 0, options.most, context)
 
     def make(shared: Mapping[str, Any]) -> tuple[Drafter, Policy]:
@@ -232,6 +240,7 @@ METHODS = (
         summary="RACER and prompt lookup; verifies per round what pays on this machine, or nothing",
         prepare=_auto,
         options=AutoOptions,
+        requires=(),
         needs="top-k logits",
         trees=True,
     ),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hasten.drafters.base import BaseDrafter, DraftContext, ModelRunner
-from hasten.errors import OptionError
+from hasten.errors import ModelError, OptionError
 from hasten.types import Budget, Draft, DraftTree, Round, Rows, RowSignals
 
 
@@ -99,6 +99,8 @@ class DraftModel(BaseDrafter):
         stop."""
         known = min(logits.shape[0], self.vocab_size)
         logits = logits[:known].float()
+        if bool(logits.isnan().any()):  # a broken draft model only stops drafting
+            return None, None
         if not (self.draw and not ctx.greedy):
             token = int(logits.argmax())
             if self.threshold and float(logits.softmax(-1)[token]) < self.threshold:
@@ -106,7 +108,10 @@ class DraftModel(BaseDrafter):
             return token, None
         wide = torch.full((self.vocab_size,), -torch.inf, device=logits.device)
         wide[:known] = logits
-        probs = ctx.warp(prefix, wide)
+        try:
+            probs = ctx.warp(prefix, wide)
+        except (OptionError, ModelError):  # the options leave nothing that this model knows
+            return None, None
         # The stop is decided from q alone, before the draw: deciding after it would bias the
         # answer.
         if float(probs.max()) < self.threshold:

@@ -36,8 +36,9 @@ from hasten.types import Rows
 logger = logging.getLogger(__name__)
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-QUICK_ROWS = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (128, 1024)
+QUICK_ROWS = (1, 2, 4, 8, 16, 32)
+QUICK_CONTEXTS = (64, 512)
 QUICK_SECONDS = 2.0
 STALE_AFTER_S = 30 * 24 * 3600.0
 FORMAT = 2
@@ -109,21 +110,25 @@ def _rising(values: Sequence[float]) -> list[float]:
 class CostModel:
     """A cost table and what rounds have shown since: it drifts with the machine, slowly.
 
-    One ratio of observed to tabled times is kept for all passes, and one for each measured row
-    count relative to it; rows never run are taken to have drifted like the rest.
+    The logarithm of observed / tabled time is averaged for each measured row count. Their mean is
+    the machine's drift, which all row counts share, those never run too; beyond it each has its
+    own deviation, as far as it was seen lately.
     """
 
     SLOW = 0.05
     """Weight of a new observation, once there are some."""
+
+    FADES = 0.98
+    """What an observation still counts for after another one."""
 
     TRUST = 8
     """The table counts as so many observations."""
 
     def __init__(self, table: CostTable) -> None:
         self.table = table
-        self._all, self._select = 1.0, 1.0
-        self._by_rows = [1.0] * len(table.rows)
-        self._seen = [0] * len(table.rows)
+        self._gaps = [0.0] * len(table.rows)
+        self._seen = [0.0] * len(table.rows)
+        self._select_gap = 0.0
         self._total = 0
         self._curve: list[float] = []
         self._curve_for = (-1, -1, -1)
@@ -133,39 +138,47 @@ class CostModel:
         # Recomputed now and then: neither the context nor the drift changes much in a round.
         wanted = (most, context // 64, self._total // 16)
         if wanted != self._curve_for:
-            table, rows = self.table, self.table.rows
+            table, ratios, select = self.table, self._ratios(), math.exp(self._select_gap)
             self._curve = _rising(
                 [
-                    table.pass_ms(n, context) * self._all * _clamped(rows, self._by_rows, n)
-                    + table.select_ms(n) * self._select
+                    table.pass_ms(n, context) * _line(table.rows, ratios, min(n, table.rows[-1]))
+                    + table.select_ms(n) * select
                     for n in range(1, most + 1)
                 ]
             )
             self._curve_for = wanted
         return self._curve
 
+    def _ratios(self) -> list[float]:
+        """Expected / tabled time for each measured row count."""
+        total = sum(self._seen)
+        mean = sum(n * gap for n, gap in zip(self._seen, self._gaps, strict=True)) / max(total, 1)
+        drift = mean * total / (total + self.TRUST)
+        return [
+            math.exp(drift + n / (n + self.TRUST) * (gap - mean))
+            for n, gap in zip(self._seen, self._gaps, strict=True)
+        ]
+
     def observe(self, rows: int, context: int, pass_ms: float, select_ms: float) -> None:
         """A round's pass over `rows` rows took so long, and argmax and top-k after it."""
-        tabled = self.table.pass_ms(rows, context)
         if pass_ms <= 0:
             return
         at = min(range(len(self._seen)), key=lambda i: abs(self.table.rows[i] - rows))
         self._total += 1
+        self._seen = [n * self.FADES for n in self._seen]
         self._seen[at] += 1
-        # Held within a factor of two, so that a hiccup of the machine counts as a small one.
-        ratio = min(max(pass_ms / tabled / self._all / self._by_rows[at], 0.5), 2.0)
-        self._all *= ratio ** self._weight(self._total)
-        self._by_rows[at] *= ratio ** self._weight(self._seen[at])
-        if (tabled_select := self.table.select_ms(rows)) > 0:
-            again = min(max(select_ms / tabled_select / self._select, 0.5), 2.0)
-            self._select *= again ** self._weight(self._total)
+        gap = math.log(pass_ms / self.table.pass_ms(rows, context))
+        self._gaps[at] = self._nearer(self._gaps[at], gap, self._seen[at])
+        tabled = self.table.select_ms(rows)
+        if tabled > 0 and select_ms > 0:
+            gap = math.log(select_ms / tabled)
+            self._select_gap = self._nearer(self._select_gap, gap, self._total + self.TRUST)
 
-    def _weight(self, seen: int) -> float:
-        return max(1 / (seen + self.TRUST), self.SLOW)
-
-
-def _clamped(xs: Sequence[int], ys: Sequence[float], x: int) -> float:
-    return _line(xs, ys, min(x, xs[-1]))
+    def _nearer(self, average: float, value: float, seen: float) -> float:
+        """A running average after another value; a factor of two at most counts, so that a hiccup
+        of the machine is a small one."""
+        step = min(max(value - average, -math.log(2)), math.log(2))
+        return average + max(1 / seen, self.SLOW) * step
 
 
 # -- measuring -----------------------------------------------------------------------------------
@@ -208,8 +221,8 @@ def measure(
     limit = target.info.context_limit
     contexts = [c for c in contexts if c + max(rows) + repeats < limit] or [max(limit // 4, 1)]
     rows = [r for r in rows if contexts[-1] + r + repeats < limit] or [1]
-    if not target.capabilities.rollback:
-        rows = [1]
+    if not target.capabilities.rollback:  # each pass stays in the cache
+        rows, repeats = [1], max(min(repeats, limit - contexts[-1] - 1), 1)
     meter = LoadMeter()
     deadline = None if seconds is None else time.perf_counter() + seconds
     lines: list[list[list[float]]] = []
@@ -356,7 +369,9 @@ def load_or_measure(target: Target) -> CostTable:
 
 
 def _quick(target: Target) -> CostTable:
-    return measure(target, rows=QUICK_ROWS, repeats=5, seconds=QUICK_SECONDS)
+    return measure(
+        target, rows=QUICK_ROWS, contexts=QUICK_CONTEXTS, repeats=5, seconds=QUICK_SECONDS
+    )
 
 
 def _file(target: Target) -> Path:

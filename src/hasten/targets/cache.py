@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hasten.targets.pending import CacheStateError, Pending
+from hasten.errors import CacheStateError
+from hasten.targets.pending import Pending
 
 _STEP = 64
 """Block capacities are multiples of this many slots."""

@@ -276,7 +276,7 @@ def _snapshot(name: str, revision: str | None, remote_code: bool) -> Path:
         if not any(folder.glob("*.safetensors")):
             folder = fetch([*wanted, "*.bin"])
     except Exception as error:  # the client raises a dozen unrelated kinds
-        raise ModelError(_hub_failure(name, revision, error)) from error
+        raise ModelError(_hub_failure(name, revision, error)) from None
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"{name!r} on Hugging Face is no transformers model: no config.json there."
@@ -291,8 +291,9 @@ def _hub_failure(name: str, revision: str | None, error: Exception) -> str:
             f"{what}: offline (HASTEN_OFFLINE or HF_HUB_OFFLINE is set) and it is not in the local "
             "cache. Go online once, or give a local folder."
         )
-    said = (str(error).strip() or repr(error)).splitlines()[0]
+    # The client chains a dozen errors; its first line says what there is to say.
+    said = (str(error).strip() or repr(error)).splitlines()[0].removeprefix("Got: ").rstrip(".")
     return (
-        f"{what} from Hugging Face: {said} Check the id and the network; a gated model needs "
+        f"{what} from Hugging Face: {said}. Check the id and the network; a gated model needs "
         "`hf auth login`."
     )

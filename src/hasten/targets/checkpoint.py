@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,25 +96,38 @@ def _as_ids(value: Any) -> list[int]:
     return [int(token) for token in ids if token is not None and int(token) >= 0]
 
 
-def weights_fingerprint(architecture: str, tensors: Mapping[str, torch.Tensor]) -> str:
+def weights_fingerprint(architecture: str, tensors: Mapping[str, Any]) -> str:
     """A hash that tells models apart by their weights, the same for a folder and its loaded model.
 
     Covers the architecture, each tensor's name and shape, and a few numbers spread over it, rounded
     to bfloat16 so that float32 and bfloat16 copies of one model agree (float16 ones may not).
-    Weights that can't be read (on the meta device) count by shape only.
+    Weights that can't be read (on the meta device) count by shape only. A state dict's values of
+    other kinds count too: packed ones by the tensors in them, the rest by how they print.
     """
     digest = hashlib.sha256(architecture.encode())
     for name in sorted(tensors):
         if name == "lm_head.weight":
             continue  # a tied head is there or not, depending on how the model was saved
-        tensor = tensors[name]
-        digest.update(f"|{name}{tuple(tensor.shape)}".encode())
-        if tensor.numel() and not tensor.is_meta:
-            digest.update(_sample(tensor.detach()).numpy().tobytes())
+        for value in _flat(tensors[name]):
+            if not isinstance(value, torch.Tensor):
+                digest.update(f"|{name}={value!r}".encode())
+                continue
+            digest.update(f"|{name}{tuple(value.shape)}".encode())
+            if value.numel() and not value.is_meta:
+                digest.update(_sample(value.detach()).numpy().tobytes())
     return digest.hexdigest()
 
 
+def _flat(value: Any) -> Iterable[Any]:
+    """What a state dict's value is made of: torch packs a quantised weight with its bias."""
+    if isinstance(value, (tuple, list)):
+        return [part for item in value for part in _flat(item)]
+    return [value]
+
+
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
     count = min(_SAMPLES, tensor.numel())
     where = [(2 * i + 1) * tensor.numel() // (2 * count) for i in range(count)]
     index = torch.tensor(where, device=tensor.device)

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from hasten.targets.base import Target
+
+_INERT = frozenset({"training", "gradient_checkpointing", "padding_idx", "attention_dropout"})
+"""Numbers a module holds that change nothing in evaluation."""
+_KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+_TRIED = 6
+"""Tokens of the pass that compares a loaded model with its fused copy."""
 _SPARE = 1.2
 """The fused engine's packed copy, its buffers and cache, as a multiple of the weights."""
 
@@ -38,9 +47,9 @@ def why_not_fused(
 
 
 def why_object_not_fused(model: torch.nn.Module) -> str | None:
-    """Why a loaded model must be run as it is, whatever its config says.
+    """Why a loaded model of a supported config must be run as it is.
 
-    None when its plain weights are all there is to it.
+    None when its plain weights are all there is to it, as far as its modules show.
     """
     if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
         return "it carries PEFT adapters"
@@ -57,8 +66,117 @@ def why_object_not_fused(model: torch.nn.Module) -> str | None:
         return "its weights are not plain tensors"
     if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
         return "it has forward hooks"
+    if any(m.training for m in model.modules()):
+        return "a part of it is in training mode"
+    if (changed := _why_not_stock(model)) is not None:
+        return changed
     if not _room_for_copy(parameters):
         return "there is no memory left for the packed copy of its weights"
+    return None
+
+
+def why_weights_do_not_fit(config: Any, tensors: Mapping[str, Any]) -> str | None:
+    """Why these tensors aren't those transformers expects for a supported config; None if they are.
+
+    Names and shapes are compared. A tied head may be there or not; rotary tables, which old
+    checkpoints store, are computed anew.
+    """
+    expected = {n: tuple(t.shape) for n, t in _stock(config).state_dict().items()}
+    found = {n: tuple(getattr(t, "shape", ())) for n, t in tensors.items() if "rotary_emb" not in n}
+    if config.tie_word_embeddings and "lm_head.weight" not in found:
+        del expected["lm_head.weight"]
+    for name in sorted(expected.keys() | found.keys()):
+        if name not in found:
+            return f"it has no tensor {name!r}, which its config asks for"
+        if name not in expected:
+            return f"it has a tensor {name!r}, which its config doesn't ask for"
+        if found[name] != expected[name]:
+            return f"tensor {name!r} is {found[name]}, its config says {expected[name]}"
+    return None
+
+
+def why_copy_differs(model: torch.nn.Module, target: Target) -> str | None:
+    """Why the fused copy `target` doesn't stand for the loaded model; None when both agree.
+
+    One pass of a few tokens through each. Nothing of the model changes.
+    """
+    info = target.info
+    ids = [(2 * i + 1) * info.vocab_size // (2 * _TRIED) for i in range(_TRIED)]
+    ids = ids[: info.context_limit]
+    device, limit = info.device, _tolerance(info.dtype)
+    try:
+        with torch.inference_mode(), torch.autocast(device.type, enabled=False):
+            rows = torch.tensor([ids], dtype=torch.int64, device=device)
+            right = model(input_ids=rows, use_cache=False).logits[0].float()
+    except Exception as problem:  # a model's own error, of any kind: transformers may know better
+        return f"its own forward pass failed ({type(problem).__name__})"
+    sequence = target.open()
+    got = target.prefill(sequence, ids, all_logits=True).logits
+    target.close(sequence)
+    assert got is not None
+    error = _difference(got.float(), right)
+    if error <= limit:
+        return None
+    return (
+        f"it doesn't compute what its config says: logits differ by {error:.2g} of their scale "
+        f"(limit {limit:g})"
+    )
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """As `hasten.targets.capabilities.tolerance`, for two programs that do the same."""
+    if dtype == torch.bfloat16:
+        return 0.15
+    reduced = torch.get_float32_matmul_precision() != "highest"
+    return 0.05 if dtype == torch.float16 or reduced else 1e-4
+
+
+def _difference(got: torch.Tensor, right: torch.Tensor) -> float:
+    """Largest difference as a share of the scale; numbers that aren't finite must coincide."""
+    finite = right.isfinite()
+    if got.shape != right.shape or not torch.equal(finite, got.isfinite()):
+        return float("inf")
+    got, right = got[finite], right[finite]
+    if not right.numel():
+        return 0.0
+    scale = (right - right.mean()).abs().max().clamp_min(1e-12)
+    return float((got - right).abs().max() / scale)
+
+
+def _stock(config: Any) -> torch.nn.Module:
+    """The model transformers makes of a supported config, without memory for its weights."""
+    import transformers
+
+    from hasten.targets.fused_config import ARCHITECTURES
+
+    config = copy.deepcopy(config)
+    config._attn_implementation = "eager"
+    kind = getattr(transformers, ARCHITECTURES[config.model_type])
+    with torch.device("meta"):
+        model: torch.nn.Module = kind(config)
+    return model
+
+
+def _why_not_stock(model: Any) -> str | None:
+    """The first module that isn't as transformers makes it for the config; None when all are."""
+    if getattr(model.config, "_attn_implementation", "eager") not in _KERNELS:
+        return "its attention is none of transformers' own"
+    stock = dict(_stock(model.config).named_modules())
+    found = dict(model.named_modules())
+    for name in sorted(stock.keys() | found.keys()):
+        mine, theirs = found.get(name), stock.get(name)
+        where = name or type(model).__name__
+        if mine is None or theirs is None:
+            return f"its module {where} is {'missing' if mine is None else 'an addition'}"
+        if type(mine) is not type(theirs):
+            return f"its module {where} is a {type(mine).__name__}, not a {type(theirs).__name__}"
+        for key in sorted(vars(mine).keys() | vars(theirs).keys()):
+            value, usual = vars(mine).get(key), vars(theirs).get(key)
+            if callable(value) and callable(getattr(type(mine), key, None)):
+                return f"{key} of its module {where} is replaced"
+            number = isinstance(value, (int, float)) or isinstance(usual, (int, float))
+            if number and key not in _INERT and not key.startswith("_") and value != usual:
+                return f"{key} of its module {where} is {value}, its config says {usual}"
     return None
 
 

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hasten.errors import CapabilityError, ContextError, OptionError
+from hasten.errors import CacheStateError, CapabilityError, ContextError, OptionError
 from hasten.targets.base import Capabilities, Pass, Rows, TargetInfo
 from hasten.targets.cache import CachedSequence, KVStore
 from hasten.targets.fused_config import ARCHITECTURES, read_config, unsupported_reason
 from hasten.targets.fused_layers import Attention, Decoder, Rotary, causal_mask
 from hasten.targets.fused_weights import Checkpoint, load_layer, make_linear
-from hasten.targets.pending import CacheStateError
 
 _CHUNK = 256
 """Prompt rows per pass."""
@@ -76,11 +75,14 @@ class FusedTarget:
         device: torch.device,
         eos_ids: Iterable[int],
         fingerprint: str = "",
+        copy: bool = False,
     ) -> FusedTarget:
         """A target from a transformers config and tensors by their transformers names.
 
-        The mapping may be lazy: each tensor is read once, none is changed. `CapabilityError` when
-        config or device aren't supported, `ModelError` when tensors and config don't fit.
+        The mapping may be lazy; no tensor is changed. `copy` is for tensors that somebody else may
+        change: none of their memory is kept. A head of other numbers than the embeddings is used
+        whatever the config says about tying, as transformers does. `CapabilityError`
+        when config or device aren't supported, `ModelError` when tensors and config don't fit.
         """
         reason = cls.unsupported(config)
         device = torch.device(device)
@@ -94,11 +96,11 @@ class FusedTarget:
             raise OptionError("dtype", f"must be float32, bfloat16 or float16, got {dtype}")
         with torch.inference_mode():
             shape, frequencies = read_config(config, dtype, device)
-            read = Checkpoint(tensors, shape)
+            read = Checkpoint(tensors, shape, copy=copy)
             decoder = Decoder(shape, [load_layer(read, i, shape) for i in range(shape.layers)])
             size = (config.vocab_size, shape.hidden)
             embeddings = read("model.embed_tokens.weight", *size)
-            head = embeddings if config.tie_word_embeddings else read("lm_head.weight", *size)
+            head = embeddings if _tied(config, read, tensors) else read("lm_head.weight", *size)
             norm = read("model.norm.weight", shape.hidden)
             info = TargetInfo(
                 name=name,
@@ -204,17 +206,17 @@ class FusedTarget:
         self._check_pass(batch, layers, taps)
         picked = [self._admit(rows, layers) for rows in batch]
         with torch.inference_mode(), torch.autocast(self.info.device.type, enabled=False):
-            if layers[0] == 0:
-                for rows in batch:
-                    rows.sequence.add(rows.tokens, rows.parents)
+            added: list[Rows] = []
             try:
+                for rows in batch if layers[0] == 0 else ():
+                    rows.sequence.add(rows.tokens, rows.parents)
+                    added.append(rows)
                 out, kept = self._run_rows(batch, picked, layers, taps)
                 top = layers[1] == self.info.num_layers
                 logits = self._logits(out) if top else None
             except BaseException:
-                if layers[0] == 0:
-                    for rows in batch:
-                        rows.sequence.pending_rows.drop_last(len(rows.tokens))
+                for rows in added:
+                    rows.sequence.pending_rows.drop_last(len(rows.tokens))
                 raise
             sizes = [len(indices) for indices in picked]
             for rows, indices, value in zip(
@@ -345,6 +347,13 @@ class FusedTarget:
         if not batch or len({id(rows.sequence) for rows in batch}) < len(batch):
             raise CacheStateError("a pass needs at least one sequence, and each only once")
         self._check_taps(taps)
+
+
+def _tied(config: Any, read: Checkpoint, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the head is the embeddings."""
+    if "lm_head.weight" not in tensors:
+        return bool(config.tie_word_embeddings)
+    return read.equal("lm_head.weight", "model.embed_tokens.weight")
 
 
 def _per_sequence(

@@ -32,7 +32,7 @@ class Rotary:
     def __init__(self, inv_freq: torch.Tensor, shape: Shape) -> None:
         self._heads = (shape.heads, shape.kv_heads, shape.kv_heads)
         self._inv_freq = inv_freq.to(device=shape.device, dtype=torch.float32)
-        self._length = torch.tensor(shape.rope_scale, device=shape.device)
+        self._length = _scalar(shape.rope_scale, shape.device)
         self._softmax_scale = shape.head_dim**-0.5
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,8 @@ class Attention:
         spare = max(_LEAST_SLOTS - parts[-1][1], 0) if on_cpu else 0
         if spare:
             parts = [*parts[:-1], (parts[-1][0], _LEAST_SLOTS)]
-            mask = torch.zeros(self.rows, 0) if mask is None else mask
+            if mask is None:
+                mask = torch.zeros(self.rows, 0, dtype=torch.float32, device=shape.device)
             mask = F.pad(mask, (0, spare), value=-math.inf)
         self._slots: torch.Tensor | None = None
         self._writes = self._write_views(parts[-1][0][lo:hi], slots)
@@ -154,8 +155,8 @@ class Decoder:
         self._layers = list(layers)
         self._split = [shape.heads, 2 * shape.kv_heads]
         # With x / sqrt(|x|^2 + n * eps) = x / hypot(|x|, c) a norm is three small operations.
-        self._floor = torch.tensor(math.sqrt(shape.hidden * shape.eps), device=shape.device)
-        self._head_floor = torch.tensor(math.sqrt(shape.head_dim * shape.eps), device=shape.device)
+        self._floor = _scalar(math.sqrt(shape.hidden * shape.eps), shape.device)
+        self._head_floor = _scalar(math.sqrt(shape.head_dim * shape.eps), shape.device)
 
     def run(
         self,
@@ -207,6 +208,11 @@ class Decoder:
         qk.div_(length).mul_(weight)
 
 
+def _scalar(value: float, device: torch.device) -> torch.Tensor:
+    """A float32 scalar, whatever torch's default dtype is."""
+    return torch.tensor(value, dtype=torch.float32, device=device)
+
+
 def _attend(
     layer: int, q: torch.Tensor, kv: torch.Tensor, attention: Sequence[Attention]
 ) -> torch.Tensor:
@@ -221,4 +227,4 @@ def causal_mask(rows: int, device: torch.device) -> torch.Tensor | None:
     """The mask of `rows` consecutive rows over themselves; None for a single one."""
     if rows == 1:
         return None
-    return torch.full((rows, rows), -math.inf, device=device).triu_(1)
+    return torch.full((rows, rows), -math.inf, dtype=torch.float32, device=device).triu_(1)

@@ -167,10 +167,15 @@ class LayerWeights:
 
 
 class Checkpoint:
-    """Tensors by name, of checked sizes, in the dtype and on the device of `shape`."""
+    """Tensors by name, of checked sizes, in the dtype and on the device of `shape`.
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> None:
-        self._tensors, self._shape = tensors, shape
+    With `copy` none of them shares memory with the tensors given.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], shape: Shape, *, copy: bool = False
+    ) -> None:
+        self._tensors, self._shape, self._copy = tensors, shape, copy
         self._read: set[str] = set()
 
     def __call__(self, name: str, *size: int) -> torch.Tensor:
@@ -187,11 +192,21 @@ class Checkpoint:
                 "weights don't belong together"
             )
         self._read.add(name)
-        return tensor.detach().to(device=self._shape.device, dtype=self._shape.dtype)
+        shape = self._shape
+        return tensor.detach().to(device=shape.device, dtype=shape.dtype, copy=self._copy)
 
     def optional(self, name: str, *size: int) -> torch.Tensor | None:
         """The tensor `name`, or None when the checkpoint has none of that name."""
         return self(name, *size) if name in self._tensors else None
+
+    def equal(self, name: str, other: str) -> bool:
+        """Whether both tensors are there and hold the same numbers."""
+        if name not in self._tensors or other not in self._tensors:
+            return False
+        x, y = self._tensors[name], self._tensors[other]
+        if x.shape != y.shape or x.dtype != y.dtype:
+            return False
+        return (x.data_ptr() == y.data_ptr() and x.stride() == y.stride()) or torch.equal(x, y)
 
     def refuse_leftovers(self, prefix: str) -> None:
         """Raise `ModelError` when a tensor under `prefix` wasn't read: the block isn't ours."""

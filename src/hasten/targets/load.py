@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,15 @@ from hasten.targets.checkpoint import (
     has_safetensors,
     weights_fingerprint,
 )
-from hasten.targets.engine import why_not_fused, why_object_not_fused
+from hasten.targets.engine import (
+    why_copy_differs,
+    why_not_fused,
+    why_object_not_fused,
+    why_weights_do_not_fit,
+)
+from hasten.targets.hf_model import require_eval
+
+_log = logging.getLogger(__name__)
 
 ENGINES = ("auto", "fused", "transformers")
 
@@ -210,7 +219,7 @@ def _load_named(source: ModelSource, tokenizer: Any, options: _Options) -> Loade
         return _open_folder(source, folder, tokenizer, options)
     except (OptionError, CapabilityError):
         raise
-    except (ModelError, OSError, ValueError, KeyError, SafetensorError) as error:
+    except (ModelError, OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         if repair(source):  # the files in the cache were damaged, and have been made again
             return _open_folder(source, folder, tokenizer, options)
         if isinstance(error, ModelError):
@@ -245,6 +254,8 @@ def _open_folder(source: ModelSource, folder: Path, tokenizer: Any, options: _Op
     )
     if reason is None and not tensors:
         reason = "its weights are not in safetensors files"
+    if reason is None:
+        reason = why_weights_do_not_fit(config, tensors)
     if _choose(options.engine, reason, source.name) == "transformers":
         model = _transformers_model(source, folder, dtype, options)
         return Loaded(_transformers_target(model, facts), tokenizer, source)
@@ -299,6 +310,7 @@ def _load_object(model: Any, tokenizer: Any, options: _Options) -> Loaded:
             "Give a name, a path, a loaded transformers model or (model, tokenizer)",
         )
     options.refuse_for_loaded_model()
+    require_eval(model)
     if tokenizer is None:
         raise OptionError("tokenizer", "is needed with a loaded model", "Give (model, tokenizer)")
     config = model.config
@@ -316,10 +328,17 @@ def _load_object(model: Any, tokenizer: Any, options: _Options) -> Loaded:
         "fingerprint": fingerprint,
     }
     device = next(model.parameters()).device
-    reason = why_object_not_fused(model) or why_not_fused(config, device=device)
-    if _choose(options.engine, reason, name) == "transformers":
-        return Loaded(_transformers_target(model, facts), tokenizer, source)
-    return Loaded(_fused_target(config, weights, dtype, device, facts), tokenizer, source)
+    reason = (
+        why_not_fused(config, device=device)
+        or why_object_not_fused(model)
+        or why_weights_do_not_fit(config, weights)
+    )
+    if _choose(options.engine, reason, name) == "fused":
+        target = _fused_target(config, weights, dtype, device, {**facts, "copy": True})
+        reason = why_copy_differs(model, target)
+        if _choose(options.engine, reason, name) == "fused":
+            return Loaded(target, tokenizer, source)
+    return Loaded(_transformers_target(model, facts), tokenizer, source)
 
 
 # -- engines ---------------------------------------------------------------------------------------
@@ -331,6 +350,8 @@ def _choose(engine: str, reason: str | None, name: str) -> str:
         raise CapabilityError(
             f"engine='fused' can't run {name}: {reason}. Take engine='auto' or 'transformers'."
         )
+    if engine == "auto" and reason is not None:
+        _log.info("%s runs in transformers: %s", name, reason)
     return "fused" if engine != "transformers" and reason is None else "transformers"
 
 

@@ -8,9 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-
-class CacheStateError(RuntimeError):
-    """A sequence was used against its contract: a fault of hasten or its caller, not bad input."""
+from hasten.errors import CacheStateError
 
 
 class Pending:

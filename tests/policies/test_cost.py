@@ -1,0 +1,384 @@
+"""Cost tables: what they say, how they are measured, kept and corrected. The clock is a made-up
+one, and the machine is as busy as a test says."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conformance.harness import untouched_generators
+from tests.conformance.toy_target import ToyTarget
+
+from hasten.policies import cost
+from hasten.policies.cost import CostModel, CostTable
+
+TABLE = CostTable(
+    "k", (1, 2, 4, 8), (100, 1000), ((10, 11, 12, 16), (20, 22, 24, 32)), (1, 2, 4, 8)
+)
+
+
+class Machine:
+    """A clock that runs a millisecond each time it is read, and how busy others keep it."""
+
+    def __init__(self) -> None:
+        self.now, self.step, self.busy = 1000.0, 1e-3, [0.0]
+
+    def perf_counter(self) -> float:
+        self.now += self.step
+        return self.now
+
+    def others(self) -> float:
+        return self.busy.pop(0) if len(self.busy) > 1 else self.busy[0]
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    made = Machine()
+    monkeypatch.setattr(cost.time, "perf_counter", made.perf_counter)
+    monkeypatch.setattr(cost, "LoadMeter", lambda: made)
+    monkeypatch.setattr(cost, "cpu_name", lambda: "abacus")
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
+    return made
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+
+def test_between_measurements_times_are_linear() -> None:
+    assert [TABLE.pass_ms(rows, 100) for rows in (1, 2, 3, 4, 6, 8)] == [10, 11, 11.5, 12, 14, 16]
+    assert TABLE.pass_ms(1, 550) == pytest.approx(15)
+    assert TABLE.pass_ms(6, 550) == pytest.approx((14 + 28) / 2)
+    assert TABLE.select_ms(3) == pytest.approx(3)
+
+
+def test_beyond_them_the_last_slope_goes_on_and_before_them_they_are_flat() -> None:
+    assert TABLE.pass_ms(16, 100) == pytest.approx(24)
+    assert TABLE.pass_ms(1, 1900) == pytest.approx(30)
+    assert TABLE.pass_ms(1, 3) == 10
+    falling = CostTable("k", (1, 4, 8), (9,), ((10, 20, 18),))
+    assert falling.pass_ms(800, 9) == 18
+    assert CostTable("k", (1,), (9,), ((10,),)).pass_ms(8, 900) == 10
+    assert CostTable("k", (1,), (9,), ((10,),)).select_ms(8) == 0
+
+
+def test_a_curve_never_falls() -> None:
+    lucky = CostTable("k", (1, 2, 4, 8), (9,), ((10, 9, 8, 16),))
+    assert lucky.curve(8, 9) == [10, 10, 10, 10, 10, 12, 14, 16]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rows": (1, 2, 4)},
+        {"rows": (1, 2, 4, 4)},
+        {"rows": (0, 2, 4, 8)},
+        {"contexts": (100,)},
+        {"contexts": (1000, 100)},
+        {"rows": (), "ms": ((), ()), "topk_ms": ()},
+        {"ms": ((10, 11, 12, 16), (20, 22, 24))},
+        {"ms": ((10, 11, 12, 16), (20, 22, 24, math.nan))},
+        {"ms": ((10, 11, 12, 16), (20, 22, 24, 0))},
+        {"topk_ms": (1, 2)},
+    ],
+)
+def test_a_table_that_makes_no_sense_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="a cost table"):
+        replace(TABLE, **change)
+
+
+# -- drift -----------------------------------------------------------------------------------------
+
+
+def _observe(model: CostModel, rows: int, factor: float, times: int, select: float = 1.0) -> None:
+    for _ in range(times):
+        table = model.table
+        model.observe(rows, 100, factor * table.pass_ms(rows, 100), select * table.select_ms(rows))
+
+
+def test_without_observations_the_model_is_the_table_with_selection() -> None:
+    curve = CostModel(TABLE).curve(8, 100)
+    assert curve[0] == pytest.approx(10 + 1)
+    assert curve[7] == pytest.approx(16 + 8)
+    assert CostModel(replace(TABLE, topk_ms=())).curve(8, 100) == TABLE.curve(8, 100)
+
+
+@pytest.mark.parametrize("factor", [0.6, 1.5, 3.0])
+def test_a_slower_machine_is_slower_for_rows_not_yet_run_too(factor: float) -> None:
+    model = CostModel(TABLE)
+    _observe(model, 8, factor, 200)
+    got, table = model.curve(8, 100), TABLE.curve(8, 100)
+    for rows in (1, 4, 8):
+        expected = factor * table[rows - 1] + TABLE.select_ms(rows)
+        assert got[rows - 1] == pytest.approx(expected, rel=0.2)
+
+
+def test_what_is_run_often_never_looks_cheaper_beside_the_rest_for_that() -> None:
+    model = CostModel(replace(TABLE, topk_ms=()))
+    for _ in range(30):
+        _observe(model, 8, 0.3, 8)
+        curve = model.curve(8, 100)
+        assert curve[7] / curve[0] == pytest.approx(1.6, rel=1e-6)
+
+
+def test_row_counts_that_deviate_are_told_apart() -> None:
+    model = CostModel(replace(TABLE, topk_ms=()))
+    for _ in range(100):
+        _observe(model, 1, 1.0, 1)
+        _observe(model, 8, 1.8, 1)
+    curve = model.curve(8, 100)
+    assert curve[7] / curve[0] == pytest.approx(1.6 * 1.8, rel=0.15)
+
+
+def test_a_hiccup_changes_little() -> None:
+    model = CostModel(TABLE)
+    _observe(model, 1, 1.0, 50)
+    _observe(model, 1, 1000.0, 1)
+    _observe(model, 1, 1.0, 14)
+    assert model.curve(1, 100)[0] == pytest.approx(11, rel=0.05)
+
+
+def test_selection_drifts_by_itself() -> None:
+    model = CostModel(TABLE)
+    _observe(model, 8, 1.0, 300, select=3.0)
+    assert model.curve(8, 100)[7] == pytest.approx(16 + 24, rel=0.05)
+
+
+def test_passes_without_times_are_not_observed() -> None:
+    model = CostModel(TABLE)
+    for _ in range(50):
+        model.observe(4, 100, 0.0, 0.0)
+    assert model.curve(8, 100) == CostModel(TABLE).curve(8, 100)
+
+
+def test_the_curve_follows_the_context() -> None:
+    model = CostModel(TABLE)
+    assert model.curve(4, 100)[0] < model.curve(4, 1000)[0] < model.curve(4, 4000)[0]
+    assert len(model.curve(9, 100)) == 9
+
+
+# -- measuring -------------------------------------------------------------------------------------
+
+
+def test_passes_are_timed_in_turns_and_nothing_stays_behind() -> None:
+    target = ToyTarget()
+    seen: list[tuple[int, int]] = []
+    with untouched_generators():
+        table = cost.measure(
+            target, rows=(1, 2, 5), contexts=(8, 30), repeats=3, progress=lambda *x: seen.append(x)
+        )
+    assert (table.rows, table.contexts) == ((1, 2, 5), (8, 30))
+    assert table.pass_ms(2, 8) == pytest.approx(1.0)  # the clock's step
+    assert table.topk_ms == pytest.approx((1, 1, 1))
+    assert target.live == []
+    assert target.passes == 2 * (1 + 3 * 4)
+    assert seen[-1] == (6, 6)
+    assert table.key == cost.table_key(target)
+    assert not table.busy
+    assert abs(table.measured_at - time.time()) < 100
+
+
+@pytest.mark.parametrize("tree", [True, False])
+def test_branches_are_run_where_the_target_takes_them(tree: bool) -> None:
+    target = ToyTarget(tree=tree)
+    shapes: list[tuple[int, ...]] = []
+    forward = target.forward
+
+    def spy(batch: Any, **options: Any) -> Any:
+        shapes.append(batch[0].parents)
+        return forward(batch, **options)
+
+    target.forward = spy  # type: ignore[method-assign]
+    cost.measure(target, rows=(5,), contexts=(8,), repeats=1)
+    assert set(shapes) == {(-1, 0, 0, 1, 1) if tree else (-1, 0, 1, 2, 3)}
+
+
+def test_a_cache_that_cannot_be_rolled_back_is_timed_one_row_at_a_time() -> None:
+    target = ToyTarget(rollback=False, tree=False)
+    table = cost.measure(target, contexts=(8,), repeats=3)
+    assert table.rows == (1,)
+    assert target.live == []
+
+
+@pytest.mark.parametrize("limit", [3, 5, 9, 40, 100, 200])
+@pytest.mark.parametrize("rollback", [True, False])
+def test_nothing_is_run_beyond_the_context_limit(limit: int, rollback: bool) -> None:
+    target = ToyTarget(context_limit=limit, rollback=rollback, tree=rollback)  # it asserts
+    table = cost.measure(target)
+    assert table.contexts[-1] + table.rows[-1] <= limit
+    assert len(table.curve(24, limit)) == 24
+
+
+def test_measuring_ends_when_its_time_is_up(machine: Machine) -> None:
+    machine.step = 0.01
+    target = ToyTarget()
+    quick = cost.measure(target, rows=(1, 4), contexts=(8, 30), repeats=50, seconds=0.5)
+    assert target.passes < 40
+    assert quick.contexts == (8, 30)
+    machine.step = 1.0  # a target so slow that one context is all there is time for
+    slow = cost.measure(target, rows=(1, 4), contexts=(8, 30), repeats=50, seconds=0.5)
+    assert slow.contexts == (8,)
+    assert all(ms > 0 for line in slow.ms for ms in line)
+
+
+def test_an_error_while_measuring_closes_the_sequence() -> None:
+    target = ToyTarget()
+
+    def fail(passes: int) -> None:
+        if passes == 4:
+            raise RuntimeError("no power")
+
+    target.before_pass = fail
+    with pytest.raises(RuntimeError, match="no power"):
+        cost.measure(target, contexts=(8,))
+    assert target.live == []
+
+
+def test_a_table_belongs_to_weights_engine_dtype_machine_and_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = ToyTarget()
+    keys = {cost.table_key(target), cost.table_key(ToyTarget(seed=1))}
+    monkeypatch.setattr(cost.torch, "get_num_threads", lambda: 77)
+    keys.add(cost.table_key(target))
+    monkeypatch.setattr(cost, "cpu_name", lambda: "slide rule")
+    keys.add(cost.table_key(target))
+    target.info = replace(target.info, dtype=cost.torch.bfloat16)
+    keys.add(cost.table_key(target))
+    assert len(keys) == 5
+
+
+# -- keeping ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def target() -> Iterator[ToyTarget]:
+    made = ToyTarget()
+    yield made
+    assert made.live == []
+
+
+def _table(target: ToyTarget, **changes: Any) -> CostTable:
+    return replace(TABLE, key=cost.table_key(target), measured_at=time.time(), **changes)
+
+
+def test_a_kept_table_comes_back_equal(target: ToyTarget) -> None:
+    assert cost.load(target) is None
+    cost.save(target, _table(target))
+    assert cost.load(target) is not None
+    made = cost.measure(target, rows=(1, 2), contexts=(8,), repeats=1)
+    cost.save(target, made)
+    assert cost.load(target) == made
+    assert cost.load(ToyTarget(seed=1)) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"measured_at": 1.0},
+        {"measured_at": 1e12},
+        {"format": 1},
+        {"key": "another"},
+        {"busy": True},
+    ],
+)
+def test_a_table_that_is_stale_or_not_ours_is_not_used(
+    target: ToyTarget, change: dict[str, Any]
+) -> None:
+    cost.save(target, replace(_table(target), **change))
+    assert cost.load(target) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "3",
+        '{"key": "x"}',
+        json.dumps({"key": "x", "rows": [1], "contexts": [8], "ms": 3, "topk_ms": []}),
+        json.dumps({"key": "x", "rows": [2, 1], "contexts": [8], "ms": [[1, 2]], "topk_ms": []}),
+        json.dumps({"key": "x", "rows": ["a"], "contexts": [8], "ms": [["b"]], "topk_ms": []}),
+        json.dumps(
+            {"key": "x", "rows": [1], "contexts": [8], "ms": [[1]], "topk_ms": [], "new": 1}
+        ),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_measured_over(target: ToyTarget, text: str) -> None:
+    cost.save(target, _table(target))
+    path = cost._file(target)
+    path.write_text(text)
+    assert cost.load(target) is None
+    made = cost.load_or_measure(target)
+    assert cost.load(target) == made
+
+
+def test_writers_at_the_same_time_leave_a_whole_table_and_no_scraps(target: ToyTarget) -> None:
+    tables = [_table(target, ms=((10 + i,) * 4, (20,) * 4)) for i in range(8)]
+    threads = [
+        threading.Thread(target=lambda t=t: [cost.save(target, t) for _ in range(10)])
+        for t in tables
+    ]
+    for thread in threads:
+        thread.start()
+    seen = [cost.load(target) for _ in range(30)]
+    for thread in threads:
+        thread.join()
+    assert cost.load(target) in tables
+    assert all(table is None or table in tables for table in seen)
+    assert [p.suffix for p in cost._file(target).parent.iterdir()] == [".json"]
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(
+    target: ToyTarget, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "file"))
+    assert cost.load_or_measure(target).rows == cost.QUICK_ROWS
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
+    cost._file(target).mkdir(parents=True)  # a folder where the file should be
+    assert cost.load_or_measure(target).rows == cost.QUICK_ROWS
+    assert list((tmp_path / "cache" / "cost").glob("*.tmp")) == []
+
+
+def test_a_table_is_measured_once_and_that_is_said(
+    target: ToyTarget, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="hasten"):
+        first = cost.load_or_measure(target)
+        passes = target.passes
+        second = cost.load_or_measure(target)
+    assert first == second
+    assert target.passes == passes > 0
+    assert [r.levelname for r in caplog.records] == ["INFO"]
+    assert "measuring what a pass costs" in caplog.text
+
+
+def test_on_a_busy_machine_it_is_measured_again_and_kept_once_quiet(
+    target: ToyTarget, machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine.busy = [9.0, 0.0]
+    made = cost.load_or_measure(target)
+    assert not made.busy
+    assert cost.load(target) == made
+    assert caplog.records == []
+
+
+def test_a_machine_that_stays_busy_is_warned_of_and_its_table_not_kept(
+    target: ToyTarget, machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine.busy = [9.0]
+    made = cost.load_or_measure(target)
+    assert made.busy
+    assert cost.load(target) is None
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "hasten calibrate" in caplog.text
