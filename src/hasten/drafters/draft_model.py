@@ -14,6 +14,7 @@ import torch
 
 from hasten.drafters.base import BaseDrafter, DraftContext, ModelRunner
 from hasten.errors import ModelError, OptionError
+from hasten.selection import argmax_rows
 from hasten.types import Budget, Draft, DraftTree, Round, Rows, RowSignals
 
 
@@ -98,16 +99,15 @@ class DraftModel(BaseDrafter):
         """The next draft token and, where it was drawn, the q it was drawn from; (None, None) to
         stop."""
         known = min(logits.shape[0], self.vocab_size)
-        logits = logits[:known].float()
-        if bool(logits.isnan().any()):  # a broken draft model only stops drafting
-            return None, None
         if not (self.draw and not ctx.greedy):
-            token = int(logits.argmax())
-            if self.threshold and float(logits.softmax(-1)[token]) < self.threshold:
+            token = argmax_rows(logits[None, :known])[0]
+            if token < 0:  # NaN: a broken draft model only stops drafting
+                return None, None
+            if self.threshold and float(logits[:known].float().softmax(-1)[token]) < self.threshold:
                 return None, None
             return token, None
         wide = torch.full((self.vocab_size,), -torch.inf, device=logits.device)
-        wide[:known] = logits
+        wide[:known] = logits[:known]
         try:
             probs = ctx.warp(prefix, wide)
         except (OptionError, ModelError):  # the options leave nothing that this model knows
