@@ -41,8 +41,8 @@ class DraftContext:
     run_rows: Callable[[Sequence[int], Sequence[int], tuple[int, int]], torch.Tensor] | None = None
     embed: Callable[[Sequence[int]], torch.Tensor] | None = None
     model_seconds: float = 0.0
-    """A drafter with a model of its own adds the seconds of its passes here: they aren't host
-    work."""
+    """A drafter with a model of its own adds the seconds of its passes, and of choosing tokens from
+    their logits, here: they aren't host work."""
 
 
 class Drafter(Protocol):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hasten import start_rows
 from hasten.drafters.ar import Plain
 from hasten.drafters.base import Drafter
 from hasten.drafters.combined import Combined
@@ -43,6 +44,7 @@ def _opt(default: Any, help: str) -> Any:
 _NODES = "rows per pass, the root included; 0: the budget policy chooses each round"
 _MOST = "most rows the budget policy considers"
 _SCOPE = "who shares what is learned: request (nobody), session (this model), global (process)"
+_START = "draft for tokens not seen yet by start rows, where the model has some (ours)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class RacerOptions:
     fuse: bool = _opt(True, "weigh borders by share and length instead of raw counts (ours)")
     refill: bool = _opt(True, "let the logits tree grow until the budget is full (ours)")
     graft: bool = _opt(True, "start logits branches from retrieved leaves too (ours)")
+    start: bool = _opt(True, _START)
     scope: str = _opt("request", _SCOPE)
 
 
@@ -74,6 +77,7 @@ class RecyclingOptions:
     nodes: int = _opt(0, _NODES + "; 81 is the paper's template")
     most: int = _opt(16, _MOST)
     warm_up: bool = _opt(True, "learn from the prompt's rows too (ours)")
+    start: bool = _opt(True, _START)
     scope: str = _opt("request", _SCOPE)
 
 
@@ -117,6 +121,10 @@ def _shared(
     return {scope: state}
 
 
+def _start(wanted: bool, context: MethodContext) -> Any:
+    return start_rows.load(context.target.info) if wanted else None
+
+
 def _learned(shared: Mapping[str, Any]) -> Any:
     """What was learned by other requests; None where each has its own."""
     return shared.get("session", shared.get("global"))
@@ -151,11 +159,13 @@ def _racer(options: RacerOptions, context: MethodContext) -> RequestMaker:
             f"Choose one of {', '.join(SCHEDULES)}",
         )
 
+    start = _start(options.start, context)
+
     def state() -> RacerState:
         ngrams = NGramStore(max(options.ngram, 1), options.capacity)
-        return RacerState(ngrams, SuccessorTable(SHARED_ROWS))
+        return RacerState(ngrams, SuccessorTable(SHARED_ROWS, start))
 
-    shape = (options.ngram, options.capacity, options.breadth)
+    shape = (options.ngram, options.capacity, options.breadth, options.start)
     shared = _shared("racer", options.scope, shape, context, state)
     policy = _policies("racer", options.nodes, options.most, context)
 
@@ -170,6 +180,7 @@ def _racer(options: RacerOptions, context: MethodContext) -> RequestMaker:
             decay=0.5 if options.fuse else None,
             refill=options.refill,
             graft=options.graft,
+            start=start,
             state=_learned(shared),
         )
         return drafter, policy(shared)
@@ -178,11 +189,18 @@ def _racer(options: RacerOptions, context: MethodContext) -> RequestMaker:
 
 
 def _recycling(options: RecyclingOptions, context: MethodContext) -> RequestMaker:
-    shared = _shared("recycling", options.scope, (), context, lambda: SuccessorTable(SHARED_ROWS))
+    start = _start(options.start, context)
+    shared = _shared(
+        "recycling",
+        options.scope,
+        (options.start,),
+        context,
+        lambda: SuccessorTable(SHARED_ROWS, start),
+    )
     policy = _policies("recycling", options.nodes, options.most, context)
     return RequestMaker(
         lambda shared: (
-            TokenRecycling(warm_up=options.warm_up, table=_learned(shared)),
+            TokenRecycling(warm_up=options.warm_up, start=start, table=_learned(shared)),
             policy(shared),
         ),
         {"counts": AcceptanceBook(), **shared},
@@ -195,12 +213,15 @@ def _auto(options: AutoOptions, context: MethodContext) -> RequestMaker:
         logger.warning("%s: auto is plain decoding here: its cache can't be cut back", info.name)
         return RequestMaker(lambda shared: (Plain(), FixedPolicy(nodes=1)))
     policy = _policies("auto", 0, options.most, context)
+    start = _start(True, context)
 
     def make(shared: Mapping[str, Any]) -> tuple[Drafter, Policy]:
         # Lookup lengthens what RACER retrieves, whose n-grams are short; RACER's nodes come first,
         # because it knows where its two sources agree.
         lookup = PromptLookup(num_tokens=max(options.most - 1, 1), max_ngram=4, min_ngram=2)
-        return Combined([Racer(), lookup], name="auto", shares=(0.6, 1.0)), policy(shared)
+        return Combined([Racer(start=start), lookup], name="auto", shares=(0.6, 1.0)), policy(
+            shared
+        )
 
     return RequestMaker(make, {"counts": AcceptanceBook()})
 
@@ -221,6 +242,7 @@ METHODS = (
                 "fuse": False,
                 "refill": False,
                 "graft": False,
+                "start": False,
             },
             "retrieval": {"breadth": 0, "retrieved": 1.0},
             "logits": {"ngram": 0},
@@ -233,7 +255,7 @@ METHODS = (
         options=RecyclingOptions,
         needs="top-k logits",
         trees=True,
-        variants={"paper": {"nodes": 81, "warm_up": False, "scope": "session"}},
+        variants={"paper": {"nodes": 81, "warm_up": False, "start": False, "scope": "session"}},
     ),
     Method(
         name="auto",

@@ -71,7 +71,9 @@ class DraftModel(BaseDrafter):
         draft: list[int] = []
         q: dict[int, torch.Tensor] = {}
         while True:
+            started = time.perf_counter()
             token, probs = self._next(ctx, [*ids, *draft], logits)
+            ctx.model_seconds += time.perf_counter() - started
             if token is None:
                 break
             if probs is not None:

@@ -11,10 +11,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from hasten.drafters.base import BaseDrafter, DraftContext
 from hasten.drafters.ngrams import Cursor, NGramStore
-from hasten.drafters.ranks import LOGITS, RETRIEVAL, logits_rank, retrieval_rank
+from hasten.drafters.ranks import LOGITS, RETRIEVAL, START, logits_rank, retrieval_rank
 from hasten.drafters.successors import SuccessorTable
 from hasten.drafters.tree_builder import TreeBuilder
 from hasten.errors import OptionError
@@ -56,7 +59,8 @@ class Racer(BaseDrafter):
                 count
     refill      grow the logits tree until the budget is full, duplicates not counted (ours)
     graft       start the logits tree from retrieved leaves too (ours)
-    state       shared memory; None: this request's own
+    start       candidates of tokens not seen yet (`hasten.start_rows`; ours); None: there are none
+    state       shared memory (start rows included); None: this request's own
     """
 
     name = "racer"
@@ -73,6 +77,7 @@ class Racer(BaseDrafter):
         decay: float | None = 0.5,
         refill: bool = True,
         graft: bool = True,
+        start: np.ndarray[Any, Any] | None = None,
         state: RacerState | None = None,
     ) -> None:
         if schedule not in SCHEDULES:
@@ -85,7 +90,7 @@ class Racer(BaseDrafter):
         self.schedule, self.capacity, self.retrieved = schedule, capacity, retrieved
         self.decay, self.refill, self.graft = decay, refill, graft
         self.needs = Signals(topk=breadth, prompt=breadth > 0)
-        self._shared = state
+        self._start, self._shared = start, state
         self._forget()
 
     def _forget(self) -> None:
@@ -93,7 +98,9 @@ class Racer(BaseDrafter):
         if self._shared is not None:
             self._state = self._shared
         else:
-            self._state = RacerState(NGramStore(max(self.ngram, 1), self.capacity))
+            self._state = RacerState(
+                NGramStore(max(self.ngram, 1), self.capacity), SuccessorTable(start=self._start)
+            )
 
     def begin(self, prompt: Sequence[int], signals: RowSignals) -> None:
         """Warm up on the prompt: every n-gram, and the successors the prefill already computed."""
@@ -151,9 +158,12 @@ class Racer(BaseDrafter):
             node, breadth, level = queue.popleft()
             base = breadth if level == keeps else breadth >> 1
             rival = rivals.get(node, 0)
-            for place, token in enumerate(successors.get(tree.tokens[node])[:breadth]):
+            row, source = successors.get(tree.tokens[node]), LOGITS
+            if not row:  # not seen yet
+                row, source = successors.first(tree.tokens[node]), START
+            for place, token in enumerate(row[:breadth]):
                 before = len(tree)
-                child = tree.add(node, token, LOGITS, logits_rank(place, rival))
+                child = tree.add(node, token, source, logits_rank(place, rival))
                 if child is None:
                     if tree.full:
                         return

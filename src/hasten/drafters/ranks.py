@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-RETRIEVAL, LOGITS, LOOKUP = "retrieval", "logits", "lookup"
+RETRIEVAL, LOGITS, START, LOOKUP = "retrieval", "logits", "start", "lookup"
 MAX_LENGTH = 5
 """Matches of this length and more are counted together."""
 
@@ -22,8 +22,8 @@ def retrieval_rank(length: int, share: float, token: int, row: Sequence[int]) ->
 
 
 def logits_rank(place: int, rival: int) -> int:
-    """Rank of a node from copied logits: its place in the row, and the match length of retrieved
-    nodes beside it (0: none), which make it less likely."""
+    """Rank of a node from copied logits or start rows: its place in the row, and the match length
+    of retrieved nodes beside it (0: none), which make it less likely."""
     return place * (MAX_LENGTH + 1) + min(rival, MAX_LENGTH)
 
 
@@ -36,6 +36,8 @@ def prior(source: str, rank: int, depth: int) -> float:
     if source == LOGITS:
         place, rival = divmod(rank, MAX_LENGTH + 1)
         return 0.35 * 0.4**place / (1 + rival)
+    if source == START:
+        return 0.2 * 0.5 ** (rank // (MAX_LENGTH + 1))
     if source == LOOKUP:  # the rank is the match length, and a copy that has held is a good one
         return min(0.15 + 0.1 * rank + 0.1 * (depth - 1), 0.7)
     return 0.3 * 0.5**rank

@@ -8,9 +8,12 @@ machine where 81 rows are dear can use it too (ours).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from hasten.drafters.base import BaseDrafter, DraftContext
-from hasten.drafters.ranks import LOGITS, logits_rank
+from hasten.drafters.ranks import LOGITS, START, logits_rank
 from hasten.drafters.successors import SuccessorTable
 from hasten.drafters.tree_builder import TreeBuilder
 from hasten.types import Budget, Draft, Round, RowSignals, Signals
@@ -63,21 +66,28 @@ class TokenRecycling(BaseDrafter):
 
     warm_up   learn from the prompt's rows too (ours; the paper starts from what earlier requests
               left)
-    table     shared memory; None: this request's own
+    start     candidates of tokens not seen yet (`hasten.start_rows`; ours); None: there are none
+    table     shared memory (start rows included); None: this request's own
     """
 
     name = "recycling"
 
-    def __init__(self, *, warm_up: bool = True, table: SuccessorTable | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        warm_up: bool = True,
+        start: np.ndarray[Any, Any] | None = None,
+        table: SuccessorTable | None = None,
+    ) -> None:
         self.needs = Signals(topk=BREADTH, prompt=warm_up)
-        self._shared = table
+        self._start, self._shared = start, table
         self._forget()
         self._plan: list[tuple[int, int]] = []
         """For each path but the root: the place of its parent (0: the root), and its rank."""
         self._planned = 0
 
     def _forget(self) -> None:
-        self._table = SuccessorTable() if self._shared is None else self._shared
+        self._table = SuccessorTable(start=self._start) if self._shared is None else self._shared
 
     def begin(self, prompt: Sequence[int], signals: RowSignals) -> None:
         """Store the prompt's successors."""
@@ -94,15 +104,20 @@ class TokenRecycling(BaseDrafter):
             self._planned = budget.nodes
         tree = TreeBuilder(ctx.ids[-1], budget.nodes, budget.depth)
         nodes: list[int | None] = [0]
-        rows = [self._table.get(ctx.ids[-1])]
+        rows = [self._row(ctx.ids[-1])]
         for above, place in self._plan:
-            parent, row = nodes[above], rows[above]
+            parent, (row, source) = nodes[above], rows[above]
             node = None
             if parent is not None and place < len(row):
-                node = tree.add(parent, row[place], LOGITS, logits_rank(place, 0))
+                node = tree.add(parent, row[place], source, logits_rank(place, 0))
             nodes.append(node)
-            rows.append(() if node is None else self._table.get(tree.tokens[node]))
+            rows.append(((), "") if node is None else self._row(tree.tokens[node]))
         return tree.draft()
+
+    def _row(self, token: int) -> tuple[Sequence[int], str]:
+        """Candidates after `token`, and where they are from."""
+        row = self._table.get(token)
+        return (row, LOGITS) if row else (self._table.first(token), START)
 
     def observe(self, round: Round) -> None:
         """Store every evaluated row, rejected ones too; accepted ones win."""

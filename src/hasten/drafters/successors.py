@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -17,17 +19,21 @@ class SuccessorTable:
 
     capacity   most rows held, the one written longest ago goes first; None: as many as there are
                tokens in the vocabulary, which is enough of a bound for one request
+    start      candidates of tokens not seen yet, ``(vocab, k)`` integers (`hasten.start_rows`);
+               read only, and no part of what is learned
     """
 
-    __slots__ = ("_lock", "capacity", "rows")
+    __slots__ = ("_lock", "capacity", "rows", "start")
 
-    def __init__(self, capacity: int | None = None) -> None:
+    def __init__(
+        self, capacity: int | None = None, start: np.ndarray[Any, Any] | None = None
+    ) -> None:
         self.rows: dict[int, list[int]] = {}
-        self.capacity = capacity
+        self.capacity, self.start = capacity, start
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """Rows held."""
+        """Rows learned."""
         return len(self.rows)
 
     def update(
@@ -55,14 +61,21 @@ class SuccessorTable:
         """Candidates after `token`, best first; nothing when it was never evaluated."""
         return self.rows.get(token, ())
 
+    def first(self, token: int) -> Sequence[int]:
+        """Start candidates of `token`, best first; nothing without start rows."""
+        if self.start is None or not 0 <= token < len(self.start):
+            return ()
+        row: list[int] = self.start[token].tolist()
+        return row
+
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget everything learned."""
         with self._lock:
             self.rows.clear()
 
     def fork(self) -> SuccessorTable:
         """A copy that shares nothing that changes."""
-        other = SuccessorTable(self.capacity)
+        other = SuccessorTable(self.capacity, self.start)
         with self._lock:
             other.rows = dict(self.rows)
         return other
