@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hasten.selection import argmax_rows, topk_rows
+from hasten.selection import argmax_rows, best_of_topk, topk_rows
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 VOCABS = [1, 7, 24, 4096, 4097, 5000, 8191, 49_152]
@@ -30,6 +30,7 @@ def _check(logits: torch.Tensor, k: int) -> None:
     assert torch.equal(logits.gather(1, ids).float(), values)
     assert all(len(set(row)) == len(row) for row in ids.tolist())
     assert argmax_rows(logits) == right_ids[:, 0].tolist()
+    assert best_of_topk(values, ids, logits) == right_ids[:, 0].tolist()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -16,7 +16,7 @@ from hasten.errors import DrafterError, HastenError
 from hasten.passes import Staged, synchronize
 from hasten.policies.base import PlanContext, Policy
 from hasten.sampling import Sampler
-from hasten.selection import argmax_rows, topk_rows
+from hasten.selection import argmax_rows, best_of_topk, topk_rows
 from hasten.stopping import Stopper
 from hasten.targets.base import Target, check_prompt
 from hasten.types import (
@@ -159,7 +159,7 @@ class Decoding:
         self._guard("begin", self.drafter.begin, tuple(self.ids), prompt_signals)
         logits = passed.logits
         assert logits is not None
-        best = self._argmax(logits)
+        best = self._argmax(logits, RowSignals())
         judge = PassJudge(self.sampler, self.ids, logits, best)
         token = judge.choose(0, ())
         return self._close_round(None, (), (token,), logits, RowSignals())
@@ -179,7 +179,7 @@ class Decoding:
             chunk = rest[at : at + PREFILL_CHUNK]
             run = partial(self.target.prefill, self._sequence, chunk, taps=needs.hidden)
             passed = self._timed(partial(run, all_logits=wide))
-            parts.append(self._signals(passed, replace(needs, probs=False), [], ()))
+            parts.append(self._signals(passed, replace(needs, probs=False)))
         assert passed.logits is not None
         return Pass(passed.logits[-1:]), _join(parts)
 
@@ -248,9 +248,9 @@ class Decoding:
         self._clock.target += seconds
         tree = draft.tree
         logits = passed.logits
-        best = self._argmax(logits[: len(tree)])
+        signals = self._signals(passed, self.drafter.needs)
+        best = self._argmax(logits, signals)
         verdict = self.verifier(tree, draft.q, PassJudge(self.sampler, self.ids, logits, best))
-        signals = self._signals(passed, self.drafter.needs, verdict.nodes, verdict.tokens)
         return self._close_round(draft, verdict.nodes, verdict.tokens, logits, signals)
 
     def _close_round(
@@ -327,19 +327,20 @@ class Decoding:
         self._clock.target += time.perf_counter() - started
         return passed
 
-    def _argmax(self, logits: torch.Tensor) -> list[int] | None:
+    def _argmax(self, logits: torch.Tensor, signals: RowSignals) -> list[int] | None:
         """Greedy choice of every row at once (ties: the lowest id), unless options change the
         logits."""
         if not self.sampler.is_plain_greedy:
             return None
         started = time.perf_counter()
-        best = argmax_rows(logits)
+        if signals.topk_ids is not None and signals.topk_logits is not None:
+            best = best_of_topk(signals.topk_logits, signals.topk_ids, logits)
+        else:
+            best = argmax_rows(logits)
         self._clock.topk += time.perf_counter() - started
         return best
 
-    def _signals(
-        self, passed: Pass, needs: Signals, nodes: Sequence[int], tokens: Sequence[int]
-    ) -> RowSignals:
+    def _signals(self, passed: Pass, needs: Signals) -> RowSignals:
         """What the drafter asked for, of the rows of a pass."""
         ids = values = probs = None
         if needs.topk and passed.logits is not None:

@@ -150,7 +150,7 @@ def register(method: Method) -> None:
 
 def all_methods() -> dict[str, Method]:
     """Every method by name, those of installed plug-ins included."""
-    from hasten.drafters import builtin
+    from hasten import builtin
 
     for method in builtin.METHODS:
         _REGISTRY.setdefault(method.name, method)

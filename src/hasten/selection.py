@@ -1,17 +1,18 @@
 """Argmax and top-k over rows of logits, exact and quick on a CPU.
 
-torch's CPU kernels for both take a large share of a pass. Here the bits of the logits are compared
-as integers instead, which sort like the numbers as long as these are positive; rows where they
-aren't are done again the slower way.
+torch's CPU kernels for both take a large share of a pass. Here the bits of 16-bit logits are
+compared as integers instead, which sort like the numbers as long as these are positive; rows where
+they aren't are done again the slower way.
 
 A row that holds NaN has no right answer: ids stay inside the vocabulary, and that is all.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
-_BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+_SORTABLE = (torch.bfloat16, torch.float16, torch.float32)
 _BLOCK = 128
 _SHIFT = 7
 """``_BLOCK == 1 << _SHIFT``"""
@@ -52,26 +53,44 @@ def topk_rows(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]
 
     On a CPU in two steps: the k blocks of ids with the largest maxima hold the k largest logits,
     and only they are searched. After a pass every operation finds cold caches, so their number
-    counts more than their size.
+    counts more than their size; numpy's are the lighter ones.
     """
     rows, vocab = logits.shape
     k = min(k, vocab)
     blocks = vocab >> _SHIFT
-    quick = logits.device.type == "cpu" and logits.dtype in _BITS and blocks > 2 * k and rows > 0
+    quick = logits.device.type == "cpu" and logits.dtype in _SORTABLE and blocks > 2 * k and rows
     if not quick or not logits.is_contiguous():
         values, ids = torch.topk(logits, k, dim=-1)
         return values.float().cpu(), ids.cpu()
-    bits = logits.view(_BITS[logits.dtype])
-    body = bits[:, : blocks << _SHIFT].unfold(1, _BLOCK, _BLOCK)
-    chosen = body.amax(-1).topk(k, dim=-1, sorted=False).indices
-    found = body.gather(1, chosen[..., None].expand(-1, -1, _BLOCK)).view(rows, k << _SHIFT)
+    short = logits.dtype != torch.float32
+    sortable = logits.view(torch.int16) if short else logits
+    body = sortable[:, : blocks << _SHIFT].view(rows, blocks, _BLOCK)
+    chosen = body.amax(-1).topk(k, dim=-1, sorted=False).indices.numpy()
+    row = np.arange(rows)[:, None]
+    found = body.numpy()[row, chosen].reshape(rows, k << _SHIFT)
     if blocks << _SHIFT < vocab:  # the last, shorter block is always searched
-        found = torch.cat([found, bits[:, blocks << _SHIFT :]], 1)
-        last = torch.full((rows, 1), blocks)
-        chosen = torch.cat([chosen, last], 1)
-    top, at = found.topk(k, dim=-1)
-    if int(top[:, -1].min()) <= 0:  # fewer than k positive logits: their bits sort otherwise
+        found = np.concatenate([found, sortable.numpy()[:, blocks << _SHIFT :]], 1)
+        chosen = np.concatenate([chosen, np.full((rows, 1), blocks)], 1)
+    top, places = torch.from_numpy(found).topk(k, dim=-1)
+    if short and top.numpy()[:, -1].min() <= 0:  # fewer than k positive logits: sorted otherwise
         values, ids = torch.topk(logits, k, dim=-1)
         return values.float(), ids
-    ids = (chosen.gather(1, at >> _SHIFT) << _SHIFT) + (at & (_BLOCK - 1))
-    return top.view(logits.dtype).float(), ids
+    at = places.numpy()
+    ids = torch.from_numpy((chosen[row, at >> _SHIFT] << _SHIFT) + (at & (_BLOCK - 1)))
+    return (top.view(logits.dtype).float() if short else top), ids
+
+
+def best_of_topk(values: torch.Tensor, ids: torch.Tensor, logits: torch.Tensor) -> list[int]:
+    """What `argmax_rows` gives for `logits`, from their `topk_rows`, which saves looking twice."""
+    best: list[int] = []
+    for row, (top, places) in enumerate(zip(values.tolist(), ids.tolist(), strict=True)):
+        largest = top[0]
+        if largest != largest:
+            best.append(-1)
+        elif len(top) > 1 and top[1] < largest:
+            best.append(places[0])
+        elif top[-1] < largest:
+            best.append(min(i for value, i in zip(top, places, strict=True) if value == largest))
+        else:  # ids that tie may not be listed
+            best += argmax_rows(logits[row : row + 1])
+    return best

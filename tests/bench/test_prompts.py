@@ -1,20 +1,34 @@
 from __future__ import annotations
 
 import json
+import re
+import unicodedata
 from collections import Counter
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from hasten.bench.adversarial import random_ids
-from hasten.bench.prompts import SuiteRow, load_suite, mix, parse_rows, spread
+from hasten.bench.prompts import SUITES, SuiteRow, load_suite, mix, parse_rows, spread
+from hasten.cli.bench import SuiteOption
 from hasten.errors import OptionError
 
 GROUPS = ("multi_turn", "translation", "summarization", "qa", "math", "rag")
+REPEATING = {
+    "editing": ("rewrite_code", "proofread", "fill_template", "convert"),
+    "agent": ("extract_json", "continue_log", "multi_turn", "tool_calls"),
+}
+"""The suites whose answers repeat their prompts, and their groups."""
 
 
 def lines(*rows: object) -> bytes:
     return "\n".join(json.dumps(row) for row in rows).encode()
+
+
+def spans(row: SuiteRow, length: int = 8) -> set[tuple[str, ...]]:
+    words = re.findall(r"\w+", " ".join(row.turns).lower())
+    return {tuple(words[at : at + length]) for at in range(len(words) - length + 1)}
 
 
 def rows_of(**sizes: int) -> list[SuiteRow]:
@@ -89,6 +103,79 @@ def test_random_ids_repeat_for_a_row_and_keep_out_special_tokens() -> None:
 def test_random_ids_differ_between_rows() -> None:
     rows = [r for r in load_suite("adversarial").rows if r.random_tokens and not r.random_kinds]
     assert len({tuple(random_ids(row, 50)[:16]) for row in rows}) == len(rows)
+
+
+# -- suites whose answers repeat the prompt --------------------------------------------------------
+
+
+def repeating_rows() -> list[SuiteRow]:
+    return [row for name in REPEATING for row in load_suite(name).rows]
+
+
+@pytest.mark.parametrize("name", REPEATING)
+def test_editing_and_agent_hold_four_groups_of_ten_distinct_prompts(name: str) -> None:
+    rows = load_suite(name).rows
+    assert Counter(row.category for row in rows) == dict.fromkeys(REPEATING[name], 10)
+    assert len({row.id for row in rows}) == len({row.turns for row in rows}) == 40
+
+
+def test_no_id_stands_in_both_editing_and_agent() -> None:
+    assert len({row.id for row in repeating_rows()}) == 80
+
+
+def test_first_turns_alone_ask_all_of_editing_and_agent() -> None:
+    """Also the conversations: the answer to return with a change is quoted in the prompt."""
+    assert {len(row.turns) for row in repeating_rows()} == {1}
+
+
+@pytest.mark.parametrize("name", REPEATING)
+def test_a_limit_takes_as_many_of_each_group_of_editing_and_agent(name: str) -> None:
+    taken = load_suite(name, 12).rows
+    assert Counter(row.category for row in taken) == dict.fromkeys(REPEATING[name], 3)
+    assert {row.id for row in taken} < {row.id for row in load_suite(name).rows}
+
+
+def test_no_prompt_of_editing_and_agent_shares_eight_words_with_another_of_any_suite() -> None:
+    ours: dict[tuple[str, ...], str] = {}
+    for row in repeating_rows():
+        for span in spans(row):
+            assert ours.setdefault(span, row.id) == row.id
+    for row in (*load_suite("mini").rows, *load_suite("adversarial").rows):
+        assert not spans(row) & ours.keys(), row.id
+
+
+def test_prompts_of_editing_and_agent_are_neither_short_nor_long() -> None:
+    """In words and signs, which are near a tokenizer's counts: 60 to 400 tokens are asked for."""
+    for row in repeating_rows():
+        assert 40 <= len(re.findall(r"\w+|[^\w\s]", row.turns[0])) <= 300, row.id
+        assert 120 <= len(row.turns[0]) <= 800, row.id
+
+
+def test_texts_of_editing_and_agent_are_clean() -> None:
+    for row in repeating_rows():
+        text = row.turns[0]
+        assert unicodedata.normalize("NFC", text) == text == text.strip(), row.id
+        assert all(char == "\n" or char.isprintable() for char in text), row.id
+        assert all(char.isalpha() for char in text if not char.isascii()), row.id
+        assert not re.search(r" \n|\n{4}", text), row.id
+
+
+def test_addresses_in_editing_and_agent_are_of_reserved_domains() -> None:
+    for row in repeating_rows():
+        for host in re.findall(r"(?:@|://)([\w-]+(?:\.[\w-]+)+)", row.turns[0]):
+            assert re.search(r"(^|\.)example(\.(com|org|net))?$", host), (row.id, host)
+
+
+@pytest.mark.parametrize(
+    ("name", "sha256"),
+    [
+        ("editing", "4e9fb4b500470af80ec1356d3839def9fac74427ce9d8f23a0e1432a8647e8ea"),
+        ("agent", "eaafe35d5809ade0a20a6b9c4eca8c25321f869239837b51577bae4a2cd2b4ac"),
+    ],
+)
+def test_editing_and_agent_are_as_before_the_first_measurement(name: str, sha256: str) -> None:
+    """A prompt that is changed later could be changed to please a figure; add a suite instead."""
+    assert load_suite(name).sha256 == sha256
 
 
 # -- limits and order ------------------------------------------------------------------------------
@@ -188,9 +275,13 @@ def test_a_file_without_rows_is_refused() -> None:
 
 
 def test_an_unknown_suite_is_refused_naming_the_known_ones(tmp_path: Path) -> None:
-    for name in ("editing", str(tmp_path / "none.jsonl"), str(tmp_path), "", "a\0b"):
-        with pytest.raises(OptionError, match="Known: mini, mixed, adversarial"):
+    for name in ("help", str(tmp_path / "none.jsonl"), str(tmp_path), "", "a\0b"):
+        with pytest.raises(OptionError, match="Known: mini, mixed, editing, agent, adversarial;"):
             load_suite(name)
+
+
+def test_the_commands_help_names_every_suite() -> None:
+    assert get_args(SuiteOption)[1].help.startswith(", ".join(SUITES))
 
 
 def test_a_file_is_read_and_its_hash_recorded(tmp_path: Path) -> None:

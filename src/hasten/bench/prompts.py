@@ -22,9 +22,14 @@ from hasten.errors import OptionError
 SUITES: dict[str, str] = {
     "mini": "48 prompts in six groups (multi_turn, translation, summarization, qa, math, rag)",
     "mixed": "the prompts of mini, the kind of work changing every three requests",
+    "editing": "40 prompts in four groups (rewrite_code, proofread, fill_template, convert)",
+    "agent": "40 prompts in four groups (extract_json, continue_log, multi_turn, tool_calls)",
     "adversarial": "24 prompts that mislead drafts (random_ids, no_repeats, decoys)",
 }
 """Suites by name, with a sentence for ``--help``."""
+
+_FILES = {"mini": "mini", "mixed": "mini", "editing": "editing", "agent": "agent"}
+"""The suites that are shipped as a file, and its name without ``.jsonl``."""
 
 MULTI_TURN = "multi_turn"
 _MT_BENCH = (
@@ -81,9 +86,9 @@ def load_suite(name: str | Path, limit: int | None = None) -> Suite:
         from hasten.bench.adversarial import adversarial_rows
 
         return Suite(text, tuple(spread(adversarial_rows(), limit)))
-    if text in ("mini", "mixed"):
-        raw = (files("hasten.bench") / "suites" / "mini.jsonl").read_bytes()
-        rows = spread(parse_rows(raw, "mini"), limit)
+    if text in _FILES:
+        raw = (files("hasten.bench") / "suites" / f"{_FILES[text]}.jsonl").read_bytes()
+        rows = spread(parse_rows(raw, text), limit)
         if text == "mixed":
             rows = mix(rows)
         return Suite(text, tuple(rows), hashlib.sha256(raw).hexdigest())

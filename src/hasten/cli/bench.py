@@ -46,7 +46,7 @@ SuiteOption = Annotated[
     typer.Option(
         "--suite",
         metavar="NAME|FILE",
-        help="mini, mixed, adversarial, or a JSONL file with turns or question.",
+        help="mini, mixed, editing, agent, adversarial, or a JSONL file with turns or question.",
         show_default="mini",
     ),
 ]

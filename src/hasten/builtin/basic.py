@@ -1,11 +1,10 @@
-"""The methods hasten ships: name, options and how each is put together."""
+"""Plain decoding, prompt lookup and a draft model: options and how each is put together."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from hasten.drafters import builtin_trees
+from hasten.builtin.common import opt
 from hasten.drafters.ar import Plain
 from hasten.drafters.draft_model import DraftModel
 from hasten.drafters.prompt_lookup import PromptLookup
@@ -13,10 +12,6 @@ from hasten.errors import CapabilityError, OptionError
 from hasten.methods import MakeRequest, Method, MethodContext, NoOptions
 from hasten.policies.base import FixedPolicy
 from hasten.vocabulary import check_same_vocabulary
-
-
-def _opt(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
 
 
 def _check_nodes(name: str, nodes: int) -> None:
@@ -32,10 +27,10 @@ def _plain(options: NoOptions, context: MethodContext) -> MakeRequest:
 class PromptLookupOptions:
     """Options of ``prompt-lookup``."""
 
-    nodes: int = _opt(6, "rows per pass, the root included: copies are at most nodes - 1 long")
-    max_ngram: int = _opt(3, "longest n-gram looked up first")
-    min_ngram: int = _opt(1, "shortest n-gram trusted")
-    mode: str = _opt("latest", "which occurrence is copied: latest, hf or original")
+    nodes: int = opt(6, "rows per pass, the root included: copies are at most nodes - 1 long")
+    max_ngram: int = opt(3, "longest n-gram looked up first")
+    min_ngram: int = opt(1, "shortest n-gram trusted")
+    mode: str = opt("latest", "which occurrence is copied: latest, hf or original")
 
 
 def _prompt_lookup(options: PromptLookupOptions, context: MethodContext) -> MakeRequest:
@@ -59,12 +54,12 @@ def _prompt_lookup(options: PromptLookupOptions, context: MethodContext) -> Make
 class DraftModelOptions:
     """Options of ``draft-model``."""
 
-    model: str = _opt(
+    model: str = opt(
         "", "the draft model: a Hugging Face id, a folder, a .gguf file or a known alias"
     )
-    nodes: int = _opt(5, "rows per pass, the root included")
-    draw: bool = _opt(True, "draw from the draft model; off: take its argmax")
-    threshold: float = _opt(0.0, "stop drafting when the draft model is less sure than this")
+    nodes: int = opt(5, "rows per pass, the root included")
+    draw: bool = opt(True, "draw from the draft model; off: take its argmax")
+    threshold: float = opt(0.0, "stop drafting when the draft model is less sure than this")
 
 
 def _draft_model(options: DraftModelOptions, context: MethodContext) -> MakeRequest:
@@ -118,5 +113,4 @@ METHODS = (
         options=DraftModelOptions,
         needs="a draft model",
     ),
-    *builtin_trees.METHODS,
 )

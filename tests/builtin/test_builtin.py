@@ -10,7 +10,7 @@ from tests.conformance.harness import COSTS, load_other, prompt_of, run
 from tests.conformance.toy_target import ToyTarget, ToyTokenizer
 
 from hasten import methods
-from hasten.drafters import builtin_trees
+from hasten.builtin import common
 from hasten.drafters.racer import Racer
 from hasten.drafters.recycling import TokenRecycling
 from hasten.errors import CapabilityError, OptionError
@@ -25,7 +25,7 @@ PARAMS = SamplingParams(max_new_tokens=40)
 
 @pytest.fixture(autouse=True)
 def _no_global_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builtin_trees, "_GLOBAL", type(builtin_trees._GLOBAL)())
+    monkeypatch.setattr(common, "_GLOBAL", type(common._GLOBAL)())
 
 
 def prepare(text: str, target: ToyTarget | None = None) -> RequestMaker:
@@ -118,7 +118,7 @@ def test_process_wide_states_are_kept_apart_by_model_and_shape_and_are_few() -> 
     assert state("recycling,nodes=4") is state("recycling,nodes=4")
     for seed in range(30):
         state("racer,nodes=4", seed=seed)
-    assert len(builtin_trees._GLOBAL) == builtin_trees._GLOBAL_STATES
+    assert len(common._GLOBAL) == common._GLOBAL_STATES
     assert state("racer,nodes=4", seed=0) is not first
 
 
@@ -126,7 +126,7 @@ def test_process_wide_states_are_kept_apart_by_model_and_shape_and_are_few() -> 
 def test_shared_memory_is_flat_over_two_hundred_requests(
     scope: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(builtin_trees, "SHARED_ROWS", 10)
+    monkeypatch.setattr(common, "SHARED_ROWS", 10)
     maker = prepare(f"racer,nodes=8,capacity=200,scope={scope}")
     rng = random.Random(0)
     target = ToyTarget(eos_ids=())

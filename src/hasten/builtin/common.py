@@ -1,0 +1,95 @@
+"""What the options of several methods have in common: checks, budgets, scopes, start rows."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import field
+from typing import Any
+
+from hasten import start_rows
+from hasten.errors import OptionError
+from hasten.methods import MethodContext, Shared
+from hasten.policies import cost
+from hasten.policies.base import FixedPolicy, Policy
+from hasten.policies.budget import BudgetPolicy
+
+SCOPES = ("request", "session", "global")
+
+SHARED_ROWS = 32_768
+"""Successor rows that a shared state holds at most: about 13 MB."""
+
+_GLOBAL: OrderedDict[tuple[Any, ...], Shared] = OrderedDict()
+_GLOBAL_LOCK = threading.Lock()
+_GLOBAL_STATES = 8
+"""Process-wide states held at most; the one asked for longest ago goes."""
+
+
+NODES = "rows per pass, the root included; 0: the budget policy chooses each round"
+MOST = "most rows the budget policy considers"
+SCOPE = "who shares what is learned: request (nobody), session (this model), global (process)"
+START = "draft for tokens not seen yet by start rows, where the model has some (ours)"
+
+
+def opt(default: Any, help: str) -> Any:
+    """A field of an options class, with its help text."""
+    return field(default=default, metadata={"help": help})
+
+
+def need(option: str, ok: bool, rule: str, value: Any) -> None:
+    """Raise OptionError naming `option` unless `ok`."""
+    if not ok:
+        raise OptionError(option, f"must be {rule}, got {value!r}")
+
+
+def shared_state(
+    name: str,
+    scope: str,
+    shape: tuple[Any, ...],
+    context: MethodContext,
+    make: Callable[[], Shared],
+) -> dict[str, Shared]:
+    """The state that requests share in this scope, by kind; states of another `shape` are apart."""
+    if scope not in SCOPES:
+        raise OptionError(
+            f"{name}.scope", f"unknown scope {scope!r}", f"Choose one of {', '.join(SCOPES)}"
+        )
+    if scope == "request":
+        return {}
+    if scope == "session":
+        return {scope: make()}
+    info = context.target.info
+    key = (name, info.fingerprint or info.name, *shape)
+    with _GLOBAL_LOCK:
+        if key not in _GLOBAL:
+            _GLOBAL[key] = make()
+        state = _GLOBAL[key]
+        _GLOBAL.move_to_end(key)
+        while len(_GLOBAL) > _GLOBAL_STATES:
+            _GLOBAL.popitem(last=False)
+    return {scope: state}
+
+
+def start_for(wanted: bool, context: MethodContext) -> Any:
+    """The target's start rows, where it has some and they are wanted."""
+    return start_rows.load(context.target.info) if wanted else None
+
+
+def learned(shared: Mapping[str, Any]) -> Any:
+    """What was learned by other requests; None where each has its own."""
+    return shared.get("session", shared.get("global"))
+
+
+def policies(
+    name: str, nodes: int, most: int, context: MethodContext
+) -> Callable[[Mapping[str, Any]], Policy]:
+    """Makes each request's policy: the fixed budget asked for, or the budget policy on this
+    machine's costs."""
+    need(f"{name}.nodes", nodes >= 0, "at least 1 (or 0 for the budget policy)", nodes)
+    need(f"{name}.most", most >= 1, "at least 1", most)
+    if nodes:
+        return lambda shared: FixedPolicy(nodes=nodes)
+    table = context.costs or cost.load_or_measure(context.target)
+    costs = cost.CostModel(table)
+    return lambda shared: BudgetPolicy(costs, shared["counts"], most=most)
