@@ -123,7 +123,7 @@ def main(
     model: Annotated[
         str, typer.Option(help="An alias, Hugging Face id, folder or .gguf file.")
     ] = "smollm2-135m",
-    method: Annotated[str, typer.Option(help="See `hasten methods`.")] = "prompt-lookup",
+    method: Annotated[str, typer.Option(help="See `hasten methods`.")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = 96,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each way per prompt.")] = 2,

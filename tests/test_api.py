@@ -11,7 +11,7 @@ import torch
 
 import hasten
 from hasten.api import LLM
-from hasten.drafters.prompt_lookup import PromptLookup
+from hasten.drafters.auto import Auto
 from hasten.errors import (
     CapabilityError,
     ContextError,
@@ -259,14 +259,14 @@ def test_after_a_failing_request_the_next_one_is_right(
 
     messages = [{"role": "user", "content": "Hi"}]
     with monkeypatch.context() as patch:
-        patch.setattr(PromptLookup, "propose", fail)
+        patch.setattr(Auto, "propose", fail)
         asks: list[Any] = [
             lambda: llm.generate("Hi", **PLAIN),
             lambda: llm.chat(messages, **PLAIN),
             lambda: llm.generate_many(["Hi", "Ho"], **PLAIN),
         ]
         for ask in asks:
-            with pytest.raises(DrafterError, match="prompt-lookup"):
+            with pytest.raises(DrafterError, match="auto"):
                 ask()
             assert meter(llm).live == 0
     assert llm.generate("Hi", **PLAIN).tokens == want
@@ -328,7 +328,8 @@ def test_a_model_that_cannot_be_accelerated_is_decoded_plainly_unless_a_method_i
 ) -> None:
     model = tiny.build(tiny.mamba2)
     llm = hasten.load((model, make_tokenizer()))
-    assert str(llm.method) == "ar"
+    assert str(llm.method) == "auto"
+    assert llm.generate([5, 6, 7], max_new_tokens=4).metrics.drafted == 0
     assert "plain decoding" in caplog.text
     assert len(llm.generate([5, 6, 7], max_new_tokens=4).tokens) == 4
     with pytest.raises(CapabilityError, match="rollback"):

@@ -27,7 +27,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_METHOD = "prompt-lookup"
+DEFAULT_METHOD = "auto"
 
 _PARAMS = {f.name for f in fields(SamplingParams)}
 
@@ -47,7 +47,7 @@ def load(
     model      None (the embedded SmolLM2-135M-Instruct), an alias, a Hugging Face id, a folder, a
                ``.gguf`` file, a loaded transformers model (with `tokenizer`), or a pair of both
     method     how to draft: a name with options (``"prompt-lookup,nodes=12"``), see ``hasten
-               methods``; default: prompt lookup, or plain decoding where the model can't be
+               methods``; default: ``auto``, which is plain decoding where the model can't be
                accelerated, which is logged
     dtype      ``"float32"``, ``"bfloat16"``, ``"float16"`` or a torch dtype; default: the
                checkpoint's own (float32 for the embedded model)
@@ -66,13 +66,7 @@ def load(
     loaded = load_target(
         model, tokenizer=tokenizer, dtype=dtype, device=device, engine=engine, **options
     )
-    try:
-        return LLM(loaded, method=spec)
-    except CapabilityError as error:
-        if method is not None:
-            raise
-        logger.warning("plain decoding: %s", error)
-        return LLM(loaded, method="ar")
+    return LLM(loaded, method=spec)
 
 
 class LLM:

@@ -66,7 +66,9 @@ def _one_pass(requests: Sequence[Decoding], group: Sequence[int]) -> list[tuple[
         spent.append(now - mark)
         mark = now
     target = requests[group[0]].target
-    taps = tuple(sorted({layer for i in group for layer in requests[i].taps}))
+    taps = requests[group[0]].taps
+    if not alone:
+        taps = tuple(sorted({layer for i in group for layer in requests[i].taps}))
     passes = run_pass(target, rows, taps, [requests[i].staged for i in group])
     synchronize(target)
     seconds = time.perf_counter() - mark

@@ -271,23 +271,22 @@ class Decoding:
         self.ids.extend(tokens)
         self._shown.extend(tokens)
         self.finish = cut.finish
-        made = Round(
-            index=self._index,
-            emitted=tokens,
-            tree=None if draft is None else draft.tree,
-            accepted=nodes,
-            sources=() if draft is None else draft.sources,
-            signals=signals,
+        make = partial(
+            Round,
+            self._index,
+            tokens,
+            None if draft is None else draft.tree,
+            nodes,
+            () if draft is None else draft.sources,
             logprobs=logprobs,
             finish=cut.finish,
             stop_reason=cut.stop_reason,
         )
-        self._guard("observe", self.drafter.observe, made)
+        self._guard("observe", self.drafter.observe, make(signals=signals))
         self._index += 1
         # Rounds outlive the pass (metrics, traces): they must not keep its tensors alive.
-        made = replace(made, signals=RowSignals(), times=self._times())
-        self.policy.learn(made)
-        return replace(made, times=self._times())  # what the policy took is part of the round
+        self.policy.learn(make(times=self._times()))
+        return make(times=self._times())  # what the policy took is part of the round
 
     def _times(self) -> Times:
         clock = self._clock

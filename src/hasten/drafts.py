@@ -29,7 +29,9 @@ def _tree_problem(draft: Draft, root: int, budget: Budget, vocab_size: int) -> s
         return f"{len(tree)} nodes for a budget of {budget.nodes}"
     if max(tree.depths) > budget.depth:
         return f"depth {max(tree.depths)} for a budget of {budget.depth}"
-    if not all(isinstance(t, int) and 0 <= t < vocab_size for t in (*tree.tokens, *extra)):
+    tokens = (*tree.tokens, *extra)
+    # bool is refused with all that isn't an int: True reads as 1
+    if set(map(type, tokens)) != {int} or min(tokens) < 0 or max(tokens) >= vocab_size:
         return f"ids outside 0..{vocab_size - 1} (or not ints: use int(id) or tensor.tolist())"
     if len(set(zip(tree.parents, tree.tokens, strict=True))) != len(tree):
         return "two siblings carry the same token"
@@ -46,6 +48,8 @@ def _q_problem(draft: Draft, vocab_size: int) -> str:
             return f"q is given for node {node}, which isn't there"
         if not isinstance(q, torch.Tensor) or not q.is_floating_point() or q.shape != (vocab_size,):
             return f"q must be a float tensor of shape ({vocab_size},)"
+    if not draft.q:
+        return ""
     for token, parent in zip(draft.tree.tokens[1:], draft.tree.parents[1:], strict=True):
         # Such a token would be accepted however unlikely the target finds it.
         if parent in draft.q and not float(draft.q[parent][token]) > 0:
@@ -99,11 +103,14 @@ def prune(draft: Draft, keep: Sequence[int]) -> Draft:
     old = [0, *keep]
     new = {node: index for index, node in enumerate(old)}
     tree = draft.tree
+    tokens, parents, depths = tree.tokens, tree.parents, tree.depths
     return Draft(
-        DraftTree(
-            tuple(tree.tokens[n] for n in old), tuple([-1] + [new[tree.parents[n]] for n in keep])
+        DraftTree.trusted(
+            [tokens[n] for n in old],
+            [-1, *[new[parents[n]] for n in keep]],
+            [depths[n] for n in old],
         ),
         q={new[n]: q for n, q in draft.q.items() if n in new},
-        sources=tuple(draft.sources[n] for n in old) if draft.sources else (),
-        ranks=tuple(draft.ranks[n] for n in old) if draft.ranks else (),
+        sources=tuple([draft.sources[n] for n in old]) if draft.sources else (),
+        ranks=tuple([draft.ranks[n] for n in old]) if draft.ranks else (),
     )

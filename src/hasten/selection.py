@@ -82,15 +82,20 @@ def topk_rows(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]
 
 def best_of_topk(values: torch.Tensor, ids: torch.Tensor, logits: torch.Tensor) -> list[int]:
     """What `argmax_rows` gives for `logits`, from their `topk_rows`, which saves looking twice."""
-    best: list[int] = []
-    for row, (top, places) in enumerate(zip(values.tolist(), ids.tolist(), strict=True)):
-        largest = top[0]
-        if largest != largest:
-            best.append(-1)
-        elif len(top) > 1 and top[1] < largest:
-            best.append(places[0])
-        elif top[-1] < largest:
-            best.append(min(i for value, i in zip(top, places, strict=True) if value == largest))
-        else:  # ids that tie may not be listed
-            best += argmax_rows(logits[row : row + 1])
+    if values.shape[1] < 2:
+        return argmax_rows(logits)
+    top = values.numpy()
+    best: list[int] = ids.numpy()[:, 0].tolist()
+    # Rows where the largest is alone need nothing more; NaN is never greater.
+    for row, alone in enumerate((top[:, 0] > top[:, 1]).tolist()):
+        if not alone:
+            best[row] = _tied(top[row].tolist(), ids[row].tolist(), logits[row : row + 1])
     return best
+
+
+def _tied(top: list[float], ids: list[int], logits: torch.Tensor) -> int:
+    """The lowest id of the largest logit of one row, or -1 where it is NaN."""
+    largest = top[0]
+    if largest == largest and top[-1] < largest:
+        return min(i for value, i in zip(top, ids, strict=True) if value == largest)
+    return argmax_rows(logits)[0]  # ids that tie may not be listed

@@ -146,7 +146,7 @@ def test_shared_memory_is_flat_over_two_hundred_requests(
     ("text", "option"),
     [
         ("racer,nodes=-1", "racer.nodes"),
-        ("racer,most=0", "racer.most"),
+        ("racer,most=-1", "racer.most"),
         ("racer,breadth=-1", "racer.breadth"),
         ("racer,ngram=-1", "racer.ngram"),
         ("racer,breadth=0,ngram=0", "racer.ngram"),
@@ -158,7 +158,7 @@ def test_shared_memory_is_flat_over_two_hundred_requests(
         ("racer,scope=world", "racer.scope"),
         ("recycling,scope=world", "recycling.scope"),
         ("recycling,nodes=-2", "recycling.nodes"),
-        ("auto,most=0", "auto.most"),
+        ("auto,most=-1", "auto.most"),
     ],
 )
 def test_a_bad_option_is_refused_before_anything_runs(text: str, option: str) -> None:

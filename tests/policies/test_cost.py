@@ -286,7 +286,7 @@ def test_a_kept_table_comes_back_equal(target: ToyTarget) -> None:
         {"measured_at": 1e12},
         {"format": 1},
         {"key": "another"},
-        {"busy": True},
+        {"busy": True, "measured_at": time.time() - cost.BUSY_FOR_S - 1},
     ],
 )
 def test_a_table_that_is_stale_or_not_ours_is_not_used(
@@ -373,12 +373,25 @@ def test_on_a_busy_machine_it_is_measured_again_and_kept_once_quiet(
     assert caplog.records == []
 
 
-def test_a_machine_that_stays_busy_is_warned_of_and_its_table_not_kept(
+def test_a_machine_that_stays_busy_is_warned_of_and_its_table_serves_for_minutes_only(
     target: ToyTarget, machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     machine.busy = [9.0]
     made = cost.load_or_measure(target)
     assert made.busy
+    passes = target.passes
+    assert cost.load_or_measure(target) == made, "the next process needn't measure at once"
+    assert target.passes == passes
+    cost.save(target, replace(made, measured_at=made.measured_at - cost.BUSY_FOR_S - 1))
     assert cost.load(target) is None
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     assert "hasten calibrate" in caplog.text
+
+
+def test_affordable_rows_follow_what_a_pass_costs() -> None:
+    def table(*ms: float) -> CostTable:
+        return CostTable("x", (1, 8, 16, 64), (256,), (ms,))
+
+    assert cost.affordable_rows(table(10.0, 10.0, 10.0, 10.0)) == 64, "free rows, as on a GPU"
+    assert cost.affordable_rows(table(10.0, 12.0, 16.0, 30.0)) == 16
+    assert cost.affordable_rows(table(10.0, 30.0, 60.0, 240.0)) == 8, "never fewer"

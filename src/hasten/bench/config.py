@@ -43,7 +43,7 @@ class BenchConfig:
     """
 
     model: Any = None
-    methods: tuple[str | MethodSpec, ...] = ("prompt-lookup",)
+    methods: tuple[str | MethodSpec, ...] = ("auto",)
     suite: str = "mini"
     limit: int | None = None
     max_new_tokens: int = 128

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
-from hasten.builtin import auto, basic, racer
+from hasten.builtin import adapld, auto, basic, guessing, racer, suffix
 
-METHODS = (*basic.METHODS, *racer.METHODS, *auto.METHODS)
+METHODS = (
+    *basic.METHODS,
+    *racer.METHODS,
+    *suffix.METHODS,
+    *adapld.METHODS,
+    *guessing.METHODS,
+    *auto.METHODS,
+)

@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hasten.builtin.common import MOST, opt, policies, start_for
+from hasten.builtin.common import MOST, Policies, opt, start_for
 from hasten.drafters.ar import Plain
+from hasten.drafters.auto import Auto
 from hasten.drafters.base import Drafter
-from hasten.drafters.combined import Combined
-from hasten.drafters.prompt_lookup import PromptLookup
-from hasten.drafters.racer import Racer
 from hasten.methods import Method, MethodContext, RequestMaker
 from hasten.policies.base import FixedPolicy, Policy
 from hasten.policies.budget import AcceptanceBook
@@ -24,7 +22,7 @@ logger = logging.getLogger(__name__)
 class AutoOptions:
     """Options of ``auto``."""
 
-    most: int = opt(16, MOST)
+    most: int = opt(0, MOST)
 
 
 def _auto(options: AutoOptions, context: MethodContext) -> RequestMaker:
@@ -32,16 +30,11 @@ def _auto(options: AutoOptions, context: MethodContext) -> RequestMaker:
         info = context.target.info
         logger.warning("%s: auto is plain decoding here: its cache can't be cut back", info.name)
         return RequestMaker(lambda shared: (Plain(), FixedPolicy(nodes=1)))
-    policy = policies("auto", 0, options.most, context)
+    policy = Policies("auto", 0, options.most, context, stretch=2)
     start = start_for(True, context)
 
     def make(shared: Mapping[str, Any]) -> tuple[Drafter, Policy]:
-        # Lookup lengthens what RACER retrieves, whose n-grams are short; RACER's nodes come first,
-        # because it knows where its two sources agree.
-        lookup = PromptLookup(num_tokens=max(options.most - 1, 1), max_ngram=4, min_ngram=2)
-        return Combined([Racer(start=start), lookup], name="auto", shares=(0.6, 1.0)), policy(
-            shared
-        )
+        return Auto(start=start), policy(shared)
 
     return RequestMaker(make, {"counts": AcceptanceBook()})
 
@@ -49,7 +42,7 @@ def _auto(options: AutoOptions, context: MethodContext) -> RequestMaker:
 METHODS = (
     Method(
         name="auto",
-        summary="RACER and prompt lookup; verifies per round what pays on this machine, or nothing",
+        summary="copies and stored logits; verifies per round what pays here, or nothing",
         prepare=_auto,
         options=AutoOptions,
         requires=(),

@@ -27,7 +27,7 @@ _GLOBAL_STATES = 8
 
 
 NODES = "rows per pass, the root included; 0: the budget policy chooses each round"
-MOST = "most rows the budget policy considers"
+MOST = "most rows the budget policy considers; 0: as many as are cheap on this machine"
 SCOPE = "who shares what is learned: request (nobody), session (this model), global (process)"
 START = "draft for tokens not seen yet by start rows, where the model has some (ours)"
 
@@ -81,15 +81,31 @@ def learned(shared: Mapping[str, Any]) -> Any:
     return shared.get("session", shared.get("global"))
 
 
-def policies(
-    name: str, nodes: int, most: int, context: MethodContext
-) -> Callable[[Mapping[str, Any]], Policy]:
-    """Makes each request's policy: the fixed budget asked for, or the budget policy on this
-    machine's costs."""
-    need(f"{name}.nodes", nodes >= 0, "at least 1 (or 0 for the budget policy)", nodes)
-    need(f"{name}.most", most >= 1, "at least 1", most)
-    if nodes:
-        return lambda shared: FixedPolicy(nodes=nodes)
-    table = context.costs or cost.load_or_measure(context.target)
-    costs = cost.CostModel(table)
-    return lambda shared: BudgetPolicy(costs, shared["counts"], most=most)
+class Policies:
+    """Makes each request's policy: the fixed budget asked for (`nodes` > 0), or the budget policy
+    on this machine's costs.
+
+    most      rows that are considered at most, the root included
+    stretch   consider so many times the rows that are cheap: for methods whose long copies may be
+              so sure that dear rows pay
+    """
+
+    def __init__(
+        self, name: str, nodes: int, most: int, context: MethodContext, *, stretch: int = 1
+    ) -> None:
+        need(f"{name}.nodes", nodes >= 0, "at least 1 (or 0 for the budget policy)", nodes)
+        need(f"{name}.most", most >= 0, "at least 1 (or 0 for what is cheap here)", most)
+        self.most = self._fixed = nodes
+        if not nodes:
+            table = context.costs or cost.load_or_measure(context.target)
+            self._costs = cost.CostModel(table)
+            self.most = most or min(stretch * cost.affordable_rows(table), cost.ROWS[-1])
+
+    def __call__(self, shared: Mapping[str, Any]) -> Policy:
+        """The policy of one request; `shared` holds the method's acceptance counts."""
+        if self._fixed:
+            return FixedPolicy(nodes=self._fixed)
+        return BudgetPolicy(self._costs, shared["counts"], most=self.most)
+
+
+policies = Policies

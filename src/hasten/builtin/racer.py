@@ -12,16 +12,17 @@ from hasten.builtin.common import (
     NODES,
     SCOPE,
     START,
+    Policies,
     learned,
     need,
     opt,
-    policies,
     shared_state,
     start_for,
 )
 from hasten.drafters.base import Drafter
+from hasten.drafters.logits_tree import SCHEDULES
 from hasten.drafters.ngrams import NGramStore
-from hasten.drafters.racer import SCHEDULES, Racer, RacerState
+from hasten.drafters.racer import Racer, RacerState
 from hasten.drafters.recycling import TokenRecycling
 from hasten.drafters.successors import SuccessorTable
 from hasten.errors import OptionError
@@ -35,7 +36,7 @@ class RacerOptions:
     """Options of ``racer``."""
 
     nodes: int = opt(0, NODES)
-    most: int = opt(16, MOST)
+    most: int = opt(0, MOST)
     breadth: int = opt(8, "successors kept per token; 0 switches the logits tree off")
     ngram: int = opt(10, "longest n-gram kept; 0 switches retrieval off")
     min_match: int = opt(1, "shortest suffix whose continuations are drafted (the paper's: 2)")
@@ -58,7 +59,7 @@ class RecyclingOptions:
     """Options of ``recycling``."""
 
     nodes: int = opt(0, NODES + "; 81 is the paper's template")
-    most: int = opt(16, MOST)
+    most: int = opt(0, MOST)
     warm_up: bool = opt(True, "learn from the prompt's rows too (ours)")
     start: bool = opt(True, START)
     scope: str = opt("request", SCOPE)
@@ -87,7 +88,7 @@ def _racer(options: RacerOptions, context: MethodContext) -> RequestMaker:
 
     shape = (options.ngram, options.capacity, options.breadth, options.start)
     shared = shared_state("racer", options.scope, shape, context, state)
-    policy = policies("racer", options.nodes, options.most, context)
+    policy = Policies("racer", options.nodes, options.most, context)
 
     def make(shared: Mapping[str, Any]) -> tuple[Drafter, Policy]:
         drafter = Racer(
@@ -117,7 +118,7 @@ def _recycling(options: RecyclingOptions, context: MethodContext) -> RequestMake
         context,
         lambda: SuccessorTable(common.SHARED_ROWS, start),
     )
-    policy = policies("recycling", options.nodes, options.most, context)
+    policy = Policies("recycling", options.nodes, options.most, context)
     return RequestMaker(
         lambda shared: (
             TokenRecycling(warm_up=options.warm_up, start=start, table=learned(shared)),

@@ -38,7 +38,7 @@ Methods = Annotated[
         "--methods",
         metavar="NAMES",
         help="Methods to measure, split at commas between names; may be given again.",
-        show_default="ar,prompt-lookup",
+        show_default="ar,auto",
     ),
 ]
 SuiteOption = Annotated[

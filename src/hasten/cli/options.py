@@ -59,7 +59,7 @@ MethodOption = Annotated[
     _option(
         "--method",
         panel=_MODEL,
-        default="prompt-lookup",
+        default="auto",
         metavar="NAME",
         help="How to draft, as `NAME[:VARIANT][,key=value...]`; see `hasten methods`.",
     ),

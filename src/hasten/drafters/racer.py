@@ -8,22 +8,21 @@ the paper, what is ours and what is unknown: docs/methods/racer.md.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from hasten.drafters.base import BaseDrafter, DraftContext
+from hasten.drafters.logits_tree import SCHEDULES, grow_logits
 from hasten.drafters.ngrams import Cursor, NGramStore
-from hasten.drafters.ranks import LOGITS, RETRIEVAL, START, logits_rank, retrieval_rank
+from hasten.drafters.ranks import RETRIEVAL, retrieval_rank
 from hasten.drafters.successors import SuccessorTable
 from hasten.drafters.tree_builder import TreeBuilder
 from hasten.errors import OptionError
 from hasten.types import Budget, Draft, Round, RowSignals, Signals
 
-SCHEDULES = ("deep", "wide")
 LEAST_RETRIEVED = 8
 
 
@@ -115,7 +114,15 @@ class Racer(BaseDrafter):
         tree = TreeBuilder(ctx.ids[-1], budget.nodes, budget.depth)
         leaves, rivals = self._retrieve(tree) if self.ngram else ((), {})
         if self.breadth:
-            self._expand(tree, leaves if self.graft else (), rivals)
+            grow_logits(
+                tree,
+                self._state.successors,
+                self.breadth,
+                schedule=self.schedule,
+                leaves=leaves if self.graft else (),
+                rivals=rivals,
+                refill=self.refill,
+            )
         return tree.draft()
 
     def _retrieve(self, tree: TreeBuilder) -> tuple[Sequence[int], Mapping[int, int]]:
@@ -141,38 +148,6 @@ class Racer(BaseDrafter):
             nodes.append(tree.add(above, token, RETRIEVAL, rank))
             rivals[above] = max(rivals.get(above, 0), length)
         return [n for n in nodes if n is not None and n not in rivals], rivals
-
-    def _expand(self, tree: TreeBuilder, leaves: Iterable[int], rivals: Mapping[int, int]) -> None:
-        """Breadth-first expansion of the successor table from the root (and the leaves).
-
-        A node of breadth b has b children; the one of rank j has breadth ``max(1, base >> j)``,
-        where base is b at the root ("wide") or at the root's children ("deep"), else b >> 1. So
-        the root's children get breadths 4, 2, 1, 1... ("deep") or 8, 4, 2, 1, 1... ("wide").
-        """
-        successors = self._state.successors
-        keeps = 1 if self.schedule == "deep" else 0
-        room = tree.limit - len(tree)
-        queue: deque[tuple[int, int, int]] = deque([(0, self.breadth, 0)])
-        queue.extend((leaf, max(self.breadth >> 2, 1), 2) for leaf in leaves)
-        while queue and room > 0:
-            node, breadth, level = queue.popleft()
-            base = breadth if level == keeps else breadth >> 1
-            rival = rivals.get(node, 0)
-            row, source = successors.get(tree.tokens[node]), LOGITS
-            if not row:  # not seen yet
-                row, source = successors.first(tree.tokens[node]), START
-            for place, token in enumerate(row[:breadth]):
-                before = len(tree)
-                child = tree.add(node, token, source, logits_rank(place, rival))
-                if child is None:
-                    if tree.full:
-                        return
-                    break  # too deep
-                queue.append((child, max(1, base >> place), level + 1))
-                if len(tree) > before or not self.refill:
-                    room -= 1
-                    if room <= 0:
-                        return
 
     def observe(self, round: Round) -> None:
         """Store what was evaluated (rejected rows too) and what was emitted."""

@@ -7,24 +7,58 @@ to earn its rows. Sources not listed here have the candidate's place (0 is best)
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+
+from hasten.drafters import reuse_ranks
 
 RETRIEVAL, LOGITS, START, LOOKUP = "retrieval", "logits", "start", "lookup"
 MAX_LENGTH = 5
 """Matches of this length and more are counted together."""
+POOL = "pool"
+SUFFIX, COPIED = "suffix", "copied"
+SUFFIX_SIZES = (1, 2, 3, 5, 8, 16)
+"""Longest match of each size but the last."""
+
+
+_SUFFIX_ONE = (0.07, 0.13, 0.18, 0.33, 0.31, 0.54, 0.73, 0.87)
+_SUFFIX_MORE = (0.08, 0.17, 0.26, 0.38, 0.55, 0.70, 0.83, 0.95)
+"""Kept / offered by eighths of the chance, after a match of one token and of more: counted over
+greedy answers of the embedded model to training prompts (no measuring suite)."""
 
 
 def retrieval_rank(length: int, share: float, token: int, row: Sequence[int]) -> int:
     """Rank of a retrieved node: match length, share of its parent's continuations (thirds), and
     whether the copied logits `row` of its parent propose `token` too (2: first of all)."""
-    agreement = 0 if token not in row else 2 if row[0] == token else 1
-    return (min(length, MAX_LENGTH) * 3 + min(int(3 * share), 2)) * 3 + agreement
+    return (min(length, MAX_LENGTH) * 3 + min(int(3 * share), 2)) * 3 + agreement(token, row)
+
+
+def agreement(token: int, row: Sequence[int]) -> int:
+    """Whether stored candidates `row`, best first, propose `token`: 2 first of all, 1 too, 0 no."""
+    return 0 if token not in row else 2 if row[0] == token else 1
+
+
+def copied_rank(length: int, chance: float, agrees: int) -> int:
+    """Rank of a node as `suffix_rank`, and whether stored candidates propose it (`agreement`)."""
+    return suffix_rank(length, chance) * 3 + agrees
 
 
 def logits_rank(place: int, rival: int) -> int:
     """Rank of a node from copied logits or start rows: its place in the row, and the match length
     of retrieved nodes beside it (0: none), which make it less likely."""
     return place * (MAX_LENGTH + 1) + min(rival, MAX_LENGTH)
+
+
+def suffix_rank(length: int, chance: float) -> int:
+    """Rank of a node that followed a string of `length` tokens elsewhere, and is kept with
+    probability `chance` by the counts alone: seven sizes of match, eighths of the chance."""
+    return 8 * bisect_left(SUFFIX_SIZES, length) + min(int(8 * chance), 7)
+
+
+def pool_rank(place: int, *, single: bool) -> int:
+    """Rank of a guess from a pool: its place among its siblings, the newest first (from the third
+    on alike), and whether it was found by a single token."""
+    return 3 * single + min(place, 2)
 
 
 def prior(source: str, rank: int, depth: int) -> float:
@@ -40,4 +74,14 @@ def prior(source: str, rank: int, depth: int) -> float:
         return 0.2 * 0.5 ** (rank // (MAX_LENGTH + 1))
     if source == LOOKUP:  # the rank is the match length, and a copy that has held is a good one
         return min(0.15 + 0.1 * rank + 0.1 * (depth - 1), 0.7)
+    if source == SUFFIX:
+        return (_SUFFIX_ONE if rank < 8 else _SUFFIX_MORE)[rank % 8]
+    if source == POOL:
+        single, place = divmod(rank, 3)
+        return (0.2 if single else 0.3) * 0.5**place
+    if source == COPIED:
+        alone = prior(SUFFIX, rank // 3, depth)
+        return min(alone * (0.75, 1.0, 1.35)[rank % 3], 0.97)
+    if source in reuse_ranks.CHANCES:
+        return 0.7 * reuse_ranks.CHANCES[source][rank]
     return 0.3 * 0.5**rank

@@ -54,5 +54,5 @@ class TreeBuilder:
 
     def draft(self) -> Draft:
         """The finished draft."""
-        tree = DraftTree(tuple(self.tokens), tuple(self.parents))
+        tree = DraftTree.trusted(self.tokens, self.parents, self.depths)
         return Draft(tree, sources=tuple(self.sources), ranks=tuple(self.ranks))

@@ -29,6 +29,8 @@ from hasten.types import Budget, Draft, DraftTree, Round
 Key = tuple[str, int, int]
 """Source, rank and depth."""
 
+_ROOT: Key = ("", 0, 0)
+
 DEPTHS = 3
 """Depths from here on share their counts."""
 
@@ -139,12 +141,7 @@ class BudgetPolicy:
     def select(self, draft: Draft) -> Draft:
         """The candidates worth verifying."""
         self._draft = draft
-        depths, size = draft.tree.depths, len(draft.tree)
-        sources, ranks = draft.sources or ("",) * size, draft.ranks or (0,) * size
-        self._keys = [
-            (source, rank, depth if depth < DEPTHS else DEPTHS)
-            for source, rank, depth in zip(sources, ranks, depths, strict=True)
-        ]
+        size = len(draft.tree)
         chance = self._path_chances(draft)
         order = sorted(range(1, size), key=chance.__getitem__, reverse=True)  # ties: by index
         extra = 0 if draft.extra is None else len(draft.extra.tokens)
@@ -158,19 +155,27 @@ class BudgetPolicy:
     def _path_chances(self, draft: Draft) -> list[float]:
         """For each node the probability that it is kept; never more than its parent's, nor, among
         drawn siblings, than that of one drawn earlier: these may only be dropped from the end."""
-        rates: dict[Key, float] = {}
+        parents, depths, size = draft.tree.parents, draft.tree.depths, len(draft.tree)
+        sources, ranks = draft.sources or ("",) * size, draft.ranks or (0,) * size
         luck = (self._kept + LUCK_WEIGHT) / (self._promised + LUCK_WEIGHT)
+        book, own, weight = self.book, self._own, self.weight
+        rates: dict[Key, float] = {}
+        keys = [_ROOT]
         chance = [1.0]
         drawn: dict[int, float] = dict.fromkeys(draft.q, 1.0)
-        for parent, key in zip(draft.tree.parents[1:], self._keys[1:], strict=True):
+        for node in range(1, size):
+            parent, depth = parents[node], depths[node]
+            key = (sources[node], ranks[node], depth if depth < DEPTHS else DEPTHS)
+            keys.append(key)
             rate = rates.get(key)
             if rate is None:
-                shared = self._shared[key] = self.book.rate(key, prior(*key), PRIOR_WEIGHT)
-                rate = rates[key] = self._own.rate(key, min(shared * luck, 0.97), self.weight)
+                shared = self._shared[key] = book.rate(key, prior(*key), PRIOR_WEIGHT)
+                rate = rates[key] = own.rate(key, min(shared * luck, 0.97), weight)
             each = chance[parent] * rate
             if parent in drawn:
                 each = drawn[parent] = min(each, drawn[parent])
             chance.append(each)
+        self._keys = keys
         return chance
 
     def _best_count(
@@ -224,17 +229,17 @@ class BudgetPolicy:
         self._kept *= LUCK_FADES
         self._promised *= LUCK_FADES
         node: int | None = 0
-        tokens, parents = tree.tokens, tree.parents
+        tokens, parents, keys = tree.tokens, tree.parents, self._keys
         for token in emitted:
-            reached, node = node, None
-            for kid in range(1, len(tokens)):
-                if parents[kid] == reached:
-                    key, kept = self._keys[kid], tokens[kid] == token
-                    self._kept += kept
-                    self._promised += self._shared[key]
-                    self.book.add(key, kept)
-                    self._own.add(key, kept)
-                    if kept:
-                        node = kid
             if node is None:
                 return
+            kids = [kid for kid, parent in enumerate(parents) if parent == node]
+            node = None
+            for kid in kids:
+                key, kept = keys[kid], tokens[kid] == token
+                self._kept += kept
+                self._promised += self._shared[key]
+                self.book.add(key, kept)
+                self._own.add(key, kept)
+                if kept:
+                    node = kid

@@ -3,7 +3,7 @@
 A table holds the median milliseconds of one target pass by number of rows and context length, and
 of argmax and top-k over so many rows of logits, for one model, dtype, engine, device and thread
 count. It is only ever used for decisions (how many nodes pay), never for a reported figure. A
-table measured on a busy machine says so, is used for the session and not kept.
+table measured on a busy machine says so, is used for the session and measured again soon.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ QUICK_ROWS = (1, 2, 4, 8, 16, 32)
 QUICK_CONTEXTS = (64, 512)
 QUICK_SECONDS = 2.0
 STALE_AFTER_S = 30 * 24 * 3600.0
+BUSY_FOR_S = 600.0
+"""A table measured on a busy machine serves as long; then it is measured again."""
 FORMAT = 2
+AFFORDABLE = 1.6
 TOPK = 8
 
 
@@ -88,6 +91,13 @@ class CostTable:
         return _rising([self.pass_ms(rows, context) for rows in range(1, most + 1)])
 
 
+def affordable_rows(table: CostTable) -> int:
+    """How many rows a pass may have before it costs `AFFORDABLE` times a plain one, 8 to 64: drafts
+    beyond that rarely pay, and making candidates takes time too."""
+    curve = table.curve(64, 256)
+    return max(sum(ms <= AFFORDABLE * curve[0] for ms in curve), 8)
+
+
 def _line(xs: Sequence[int], ys: Sequence[float], x: int) -> float:
     """The broken line through the points at `x`: flat before the first, straight on after the
     last, never sloping down there."""
@@ -118,8 +128,8 @@ class CostModel:
     SLOW = 0.05
     """Weight of a new observation, once there are some."""
 
-    FADES = 0.98
-    """What an observation still counts for after another one."""
+    FADES, FADE_EVERY = 0.72, 16
+    """What observations still count for after so many others."""
 
     TRUST = 8
     """The table counts as so many observations."""
@@ -132,6 +142,7 @@ class CostModel:
         self._total = 0
         self._curve: list[float] = []
         self._curve_for = (-1, -1, -1)
+        self._tabled: dict[tuple[int, int], tuple[int, float, float]] = {}
 
     def curve(self, most: int, context: int) -> list[float]:
         """Milliseconds of a pass and the selection after it, for 1..most rows (cached)."""
@@ -163,16 +174,27 @@ class CostModel:
         """A round's pass over `rows` rows took so long, and argmax and top-k after it."""
         if pass_ms <= 0:
             return
-        at = min(range(len(self._seen)), key=lambda i: abs(self.table.rows[i] - rows))
+        at, tabled, select = self._look_up(rows, context)
         self._total += 1
-        self._seen = [n * self.FADES for n in self._seen]
+        if self._total % self.FADE_EVERY == 0:
+            self._seen = [n * self.FADES for n in self._seen]
         self._seen[at] += 1
-        gap = math.log(pass_ms / self.table.pass_ms(rows, context))
-        self._gaps[at] = self._nearer(self._gaps[at], gap, self._seen[at])
-        tabled = self.table.select_ms(rows)
-        if tabled > 0 and select_ms > 0:
-            gap = math.log(select_ms / tabled)
+        self._gaps[at] = self._nearer(self._gaps[at], math.log(pass_ms / tabled), self._seen[at])
+        if select > 0 and select_ms > 0:
+            gap = math.log(select_ms / select)
             self._select_gap = self._nearer(self._select_gap, gap, self._total + self.TRUST)
+
+    def _look_up(self, rows: int, context: int) -> tuple[int, float, float]:
+        """Index of the nearest measured row count, and the tabled milliseconds of pass and
+        selection."""
+        key = (rows, context // 64)
+        found = self._tabled.get(key)
+        if found is None:
+            gaps = [abs(each - rows) for each in self.table.rows]
+            select = self.table.select_ms(rows)
+            found = (gaps.index(min(gaps)), self.table.pass_ms(rows, context), select)
+            self._tabled[key] = found
+        return found
 
     def _nearer(self, average: float, value: float, seen: float) -> float:
         """A running average after another value; a factor of two at most counts, so that a hiccup
@@ -323,8 +345,8 @@ def load(target: Target) -> CostTable | None:
         age = time.time() - table.measured_at
     except (OSError, ValueError, KeyError, TypeError, HastenError):
         return None
-    fits = table.format == FORMAT and table.key == table_key(target) and not table.busy
-    return table if fits and 0 <= age < STALE_AFTER_S else None
+    fits = table.format == FORMAT and table.key == table_key(target)
+    return table if fits and 0 <= age < (BUSY_FOR_S if table.busy else STALE_AFTER_S) else None
 
 
 def save(target: Target, table: CostTable) -> None:
@@ -347,7 +369,7 @@ def load_or_measure(target: Target) -> CostTable:
     """The kept table, or one measured now, which takes about two seconds.
 
     On a busy machine it is measured twice; if the machine stays busy, the quicker of the two serves
-    this session, with a warning, and isn't kept.
+    this session, with a warning, and is kept for ten minutes only.
     """
     table = load(target)
     if table is not None:
@@ -360,11 +382,10 @@ def load_or_measure(target: Target) -> CostTable:
     if table.busy:
         logger.warning(
             "%s: other work kept the machine busy while costs were measured. They serve this "
-            "session and aren't kept; run `hasten calibrate` on a quiet machine",
+            "session and are measured again later; or run `hasten calibrate` on a quiet machine",
             target.info.name,
         )
-    else:
-        save(target, table)
+    save(target, table)
     return table
 
 

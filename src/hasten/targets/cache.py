@@ -20,6 +20,9 @@ from hasten.targets.pending import Pending
 _STEP = 64
 """Block capacities are multiples of this many slots."""
 
+_FEW = 2
+"""Rows that are moved one by one, which takes fewer operations than picking them together."""
+
 
 class Block:
     """Keys and values of consecutive tokens, all layers in one tensor.
@@ -140,8 +143,12 @@ class CachedSequence:
         if moved < len(rows):
             assert self.tail is not None
             kv, start = self.tail.kv, self.tail_length
-            picked = torch.tensor([start + row for row in rows[moved:]], device=kv.device)
-            kv[:, :, start + moved : start + len(rows)] = kv.index_select(2, picked)
+            if len(rows) - moved <= _FEW:  # a row only moves down, past those already moved
+                for i in range(moved, len(rows)):
+                    kv.select(2, start + i).copy_(kv.select(2, start + rows[i]))
+            else:
+                picked = torch.tensor([start + row for row in rows[moved:]], device=kv.device)
+                kv[:, :, start + moved : start + len(rows)] = kv.index_select(2, picked)
         self.append(len(rows))
         pending.clear()
 
