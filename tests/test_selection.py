@@ -101,6 +101,8 @@ def test_a_nan_row_stays_in_the_vocabulary_and_changes_no_other_row(dtype: torch
         assert bool(((ids >= 0) & (ids < 5000)).all())
         assert best[1] == -1, "a row of NaN has no choice"
         assert -1 <= best[2] < 5000
+        for k in (1, 8):
+            assert best_of_topk(*topk_rows(broken, k), broken) == best, "both ways agree"
         for row in (0, 3):
             assert torch.equal(values[row], clean_values[row])
             assert best[row] == clean_best[row]

@@ -49,7 +49,7 @@ _INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 
 def topk_rows(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """``(values (rows, k) float32, ids (rows, k) int64)`` on the CPU, largest first; equal logits
-    in any order. `k` beyond the vocabulary is cut to it.
+    in any order (with k = 1: the lowest id). `k` beyond the vocabulary is cut to it.
 
     On a CPU in two steps: the k blocks of ids with the largest maxima hold the k largest logits,
     and only they are searched. After a pass every operation finds cold caches, so their number
@@ -57,6 +57,11 @@ def topk_rows(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]
     """
     rows, vocab = logits.shape
     k = min(k, vocab)
+    if k == 1:
+        best = torch.tensor(argmax_rows(logits), dtype=torch.int64)[:, None]
+        ids = best.clamp(min=0)
+        values = logits.gather(1, ids.to(logits.device)).float().cpu()
+        return values.masked_fill_(best < 0, torch.nan), ids
     blocks = vocab >> _SHIFT
     quick = logits.device.type == "cpu" and logits.dtype in _SORTABLE and blocks > 2 * k and rows
     if not quick or not logits.is_contiguous():
@@ -82,10 +87,10 @@ def topk_rows(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]
 
 def best_of_topk(values: torch.Tensor, ids: torch.Tensor, logits: torch.Tensor) -> list[int]:
     """What `argmax_rows` gives for `logits`, from their `topk_rows`, which saves looking twice."""
-    if values.shape[1] < 2:
-        return argmax_rows(logits)
     top = values.numpy()
     best: list[int] = ids.numpy()[:, 0].tolist()
+    if top.shape[1] == 1:
+        return [-1 if nan else each for each, nan in zip(best, np.isnan(top[:, 0]), strict=True)]
     # Rows where the largest is alone need nothing more; NaN is never greater.
     for row, alone in enumerate((top[:, 0] > top[:, 1]).tolist()):
         if not alone:
