@@ -59,7 +59,7 @@ def report(small: BenchConfig, steps: list[Progress], tiny: hasten.LLM) -> Repor
 
 def test_the_json_holds_environment_and_rows_with_every_key(report: Report) -> None:
     made = json.loads(json.dumps(report.to_json(), allow_nan=False))
-    assert set(made) == {"environment", "rows"}
+    assert set(made) == {"environment", "rows", "prompts"}
     assert set(made["environment"]) >= ENVIRONMENT_KEYS
     for row in made["rows"]:
         assert set(row) == ROW_KEYS
@@ -79,6 +79,17 @@ def test_categories_add_up_to_overall_for_every_method(report: Report) -> None:
         overall = report.row(method)
         for name in ("prompts", "tokens", "target_passes", "identical"):
             assert sum(getattr(row, name) for row in parts) == getattr(overall, name)
+
+
+def test_the_prompts_of_a_method_add_up_to_its_overall_row(report: Report) -> None:
+    for method in report.methods:
+        row = report.row(method)
+        mine = [entry for entry in report.prompts if entry["method"] == method]
+        assert len(mine) == row.prompts
+        assert sum(e["decode_tokens"] for e in mine) == row.extra["decode_tokens"]
+        assert sum(e["decode_s"] for e in mine) == pytest.approx(row.extra["decode_s"])
+        assert sum(e["target_passes"] for e in mine) == row.target_passes
+        assert sum(e["identical"] for e in mine) == row.identical
 
 
 def test_plain_decoding_has_speedup_one_and_one_token_a_pass(report: Report) -> None:

@@ -1,7 +1,8 @@
 """The result of a benchmark run, and its JSON form.
 
-``{"environment": {...}, "rows": [...]}``: one row per (method, category) and per (method,
-``"overall"``). The meaning and unit of every field is in the docstring of `Row`.
+``{"environment": {...}, "rows": [...], "prompts": [...]}``: one row per (method, category) and per
+(method, ``"overall"``), and one entry per (method, prompt). The meaning and unit of every field is
+in the docstrings of `Row` and `Report`.
 """
 
 from __future__ import annotations
@@ -82,17 +83,25 @@ class Report:
 
     warnings  for people: a busy machine, rows left out, an interrupted run
     partial   the run was interrupted; the rows cover what was measured until then
+    prompts   for each method and prompt ``method``, ``category``, ``row`` (the suite's id),
+              ``turn``, ``decode_tokens``, ``decode_s`` (median over repeats), ``target_passes``,
+              ``identical``: for whoever wants to split or resample
     """
 
     environment: Mapping[str, Any]
     rows: tuple[Row, ...]
     warnings: tuple[str, ...] = ()
     partial: bool = False
+    prompts: tuple[Mapping[str, Any], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """``{"environment": ..., "rows": [...]}`` of plain JSON values (no NaN, no infinity)."""
+        """The report as plain JSON values (no NaN, no infinity)."""
         environment = {**self.environment, "warnings": list(self.warnings), "partial": self.partial}
-        return {"environment": environment, "rows": [row.to_json() for row in self.rows]}
+        return {
+            "environment": environment,
+            "rows": [row.to_json() for row in self.rows],
+            "prompts": [dict(each) for each in self.prompts],
+        }
 
     def write(self, path: str | Path) -> None:
         """Write `to_json` to a file. Raises OptionError when that can't be done."""

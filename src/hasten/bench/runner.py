@@ -13,7 +13,7 @@ from hasten.bench.peers import check_peers
 from hasten.bench.prompts import load_suite
 from hasten.bench.session import BASELINE, Session, make_contestants
 from hasten.bench.states import entries
-from hasten.bench.stats import build_rows
+from hasten.bench.stats import build_prompts, build_rows
 from hasten.verify import pick_verifier
 
 
@@ -58,7 +58,13 @@ def run(
         session.items, session.measured, plain=BASELINE, seed=config.seed, differences=differences
     )
     facts = _environment(config, llm, session, before, during)
-    return Report(facts, rows, tuple(_warnings(session, before, during)), session.partial)
+    return Report(
+        facts,
+        rows,
+        tuple(_warnings(session, before, during)),
+        session.partial,
+        build_prompts(session.items, session.measured, plain=BASELINE),
+    )
 
 
 def _specs(config: BenchConfig) -> list[methods.MethodSpec]:

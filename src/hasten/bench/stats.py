@@ -137,6 +137,30 @@ def build_rows(
     return tuple(rows)
 
 
+def build_prompts(
+    items: Sequence[Item], measured: Measured, *, plain: str
+) -> tuple[dict[str, Any], ...]:
+    """One entry per (method, prompt); see `hasten.bench.output.Report`."""
+    out = []
+    for method, per_item in measured.items():
+        for item, repeats, base in zip(items, per_item, measured[plain], strict=True):
+            cell = Cell.of(repeats, base[0].tokens)
+            tokens, seconds = cell.decoding
+            out.append(
+                {
+                    "method": method,
+                    "category": item.category,
+                    "row": item.row_id,
+                    "turn": item.turn,
+                    "decode_tokens": tokens,
+                    "decode_s": seconds,
+                    "target_passes": cell.chosen.passes,
+                    "identical": cell.identical,
+                }
+            )
+    return tuple(out)
+
+
 def _categories(items: Sequence[Item]) -> list[str]:
     return list(dict.fromkeys(item.category for item in items))
 
