@@ -1,12 +1,12 @@
-"""Is `auto` as good as the best single method? Chosen on one half of the prompts, compared on the other.
+"""Is `auto` as good as the best single method? Chosen on half of the prompts, compared on the rest.
 
     python scripts/best_of_halves.py SPEC_BENCH.json EDITING.json AGENT.json
 
-Takes files of `hasten bench --json`. The prompts of each group are dealt alternately into two halves.
-On each half the fastest single method is chosen (tokens / second over the half's prompts, `auto` and
-peers left out) and compared with `auto` on the other half; both ways are put together. So no method
-is called best on the prompts that made it so. Groups have too few prompts for halves: there `auto` is
-compared with the method that is best on the same prompts, which favours that one.
+Takes files of `hasten bench --json`. The prompts of each group are dealt alternately into halves.
+On each half the fastest single method is chosen (tokens / second over the half's prompts, `auto`
+and peers left out) and compared with `auto` on the other half. So no method is called best on the
+prompts that made it so. Groups have too few prompts for halves: there `auto` is compared with the
+method that is best on the same prompts, which favours that one.
 """
 
 from __future__ import annotations

@@ -221,6 +221,14 @@ def test_only_what_is_used_is_asked_for() -> None:
     assert propose(lookup, [1, 5, 2, 3, 5], 3).tree.tokens == (5, 2, 3)
 
 
+@pytest.mark.parametrize("rerank", ["hidden", "latest"])
+def test_copies_alone_are_drafted_all_along_a_request(rerank: str) -> None:
+    text = list(range(3, 9)) * 12
+    drafts = follow(begun(text[:13], branches=False, rerank=rerank), text, 13, nodes=8)
+    assert all(draft.tree.is_chain for draft in drafts)
+    assert len(drafts) <= 9
+
+
 def test_no_successors_leave_branches_bare() -> None:
     text = [1, 5, 2, 6, 8, 5]
     draft = propose(begun(text, {1: row(2, 6, 8)}, successors=False), text)

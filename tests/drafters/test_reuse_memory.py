@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from hasten.drafters import reuse_memory
-from hasten.drafters.reuse_memory import Anchor, ReuseMemory, unit
+from hasten.drafters.reuse_memory import Anchor, ReuseMemory, UnitRows
+from hasten.drafters.reuse_ranks import MOST_AGREEMENT
 
 SIZE = 16
 
@@ -30,6 +32,12 @@ def begun(text: Sequence[int], hidden: torch.Tensor | None, **options: object) -
     memory.begin(text[:-1], hidden, None)
     memory.commit(text[-1:])
     return memory
+
+
+def unit(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    out = UnitRows()
+    out.append(rows, range(len(rows)))
+    return out.rows
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -174,7 +182,7 @@ def test_rows_that_were_rejected_never_enter() -> None:
     topk = torch.arange(36).reshape(4, 9)
     memory.commit([6, 7], [0, 2], hidden, topk)
     expected = torch.cat([states(2), hidden[[0, 2]]])
-    assert np.allclose(memory._states.rows, unit(expected.numpy()))
+    assert np.allclose(memory._states.rows, torch.nn.functional.normalize(expected, dim=1))
     assert memory.candidates == [(), (), topk[0].tolist(), topk[2].tolist()]
     assert len(memory.candidates) == memory._states.count == len(memory) == 4
     assert memory.tokens == [1, 2, 3, 6, 7]
@@ -209,11 +217,14 @@ def test_no_signals_at_all_leave_the_most_recent_anchor() -> None:
     memory.commit([5, 7], [0, 1], states(2))  # later rows are known
     assert memory.retrieve(7, 5, None) is not None
     assert memory._states.count == 2
+    assert memory.candidates == [()] * 6
 
 
 def test_a_state_that_is_no_direction_resembles_nothing() -> None:
-    rows = np.array([[3.0, 4.0], [0.0, 0.0], [np.inf, 1.0], [np.nan, 1.0]], np.float32)
-    assert unit(rows).tolist() == [[pytest.approx(0.6), pytest.approx(0.8)], *[[0.0, 0.0]] * 3]
+    bad = [[0.0, 0.0], [np.inf, 1.0], [np.nan, 1.0]]
+    assert unit(np.array(bad, np.float32)).tolist() == [[0.0, 0.0]] * 3
+    good = [[3.0, 4.0], [3e30, 4e30], [3e-30, 4e-30]]
+    assert np.allclose(unit(np.array(good, np.float32)), [0.6, 0.8])
     hidden = states(5)
     hidden[1] = float("nan")
     memory = begun([7, 1, 7, 2, 3, 7], hidden)
@@ -238,8 +249,8 @@ def test_agreement_counts_the_tokens_before_an_anchor() -> None:
     assert memory.agreement(5, 7, [5]) == 4
     assert memory.agreement(5, 7, [4]) == 0
     long = begun([1, 2] * 30, None)
-    assert long.agreement(57, 58) == reuse_memory.MOST_AGREEMENT
-    assert long.agreement(57, 58, [1, 2] * 20) == reuse_memory.MOST_AGREEMENT
+    assert long.agreement(57, 58) == MOST_AGREEMENT
+    assert long.agreement(57, 58, [1, 2] * 20) == MOST_AGREEMENT
     assert long.agreement(1, 58) == 1
 
 
@@ -260,4 +271,4 @@ def test_growing_keeps_every_row() -> None:
     memory.commit([1])
     for row in range(300, 1500):
         memory.commit([1], [0], hidden[row : row + 1])
-    assert np.allclose(memory._states.rows, unit(hidden.numpy()))
+    assert np.allclose(memory._states.rows, torch.nn.functional.normalize(hidden, dim=1))

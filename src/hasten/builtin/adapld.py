@@ -41,7 +41,7 @@ class AdaPLDOptions:
     layer_share: float = opt(
         0.67, "the layer, as a share of the model's depth (the paper's: about 0.28)"
     )
-    max_cand: int = opt(64, "most anchors compared (256 in the paper variant)")
+    max_cand: int = opt(32, "most anchors compared (256 in the paper variant)")
     deep: bool = opt(True, "branch off below drafted tokens too, and repeat what repeats (ours)")
 
 

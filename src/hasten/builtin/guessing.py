@@ -22,9 +22,10 @@ class PTDOptions:
     """Options of ``ptd``."""
 
     width: int = opt(2, "most children of a draft tree's node (the paper's w)")
-    depth: int = opt(3, "edges at which a subtree slides (d); guesses are up to twice as long")
+    depth: int = opt(2, "edges at which a subtree slides (d)")
     roots: int = opt(1, "subtrees of the draft tree (R); 0 switches it off")
-    guess: int = opt(7, "most continuations verified per pass, the root not counted")
+    guess: int = opt(8, "most guesses verified per pass, the root not counted")
+    reach: int = opt(8, "longest guess (ours)")
     key: int = opt(2, "tokens that guesses are looked up by: 1, or 2 and then 1 (ours)")
     spine: bool = opt(True, "subtrees see the roots before them (the authors' code)")
     harvest: bool = opt(True, "use what the draft tree has grown; off for comparison only")
@@ -40,14 +41,15 @@ class LookaheadOptions:
 
     ngram: int = opt(3, "n-gram size, its first token included (the paper's N)")
     window: int = opt(1, "columns of the window (W); 0 switches it off")
-    guesses: int = opt(2, "n-grams kept for a token and verified per pass (G)")
+    guesses: int = opt(4, "n-grams kept for a token and verified per pass (G)")
     text: bool = opt(True, TEXT + " (the code's POOL_FROM_PROMPT)")
 
 
 def _ptd(options: PTDOptions, context: MethodContext) -> MakeRequest:
-    for name, least in (("width", 1), ("depth", 2), ("guess", 1), ("max_nodes", 1)):
+    for name, least in (("width", 1), ("depth", 2), ("guess", 1), ("reach", 1)):
         value = getattr(options, name)
         need(f"ptd.{name}", value >= least, f"at least {least}", value)
+    need("ptd.max_nodes", options.max_nodes >= 1, "at least 1", options.max_nodes)
     need("ptd.roots", options.roots >= 0, "at least 0", options.roots)
     need("ptd.key", options.key in (1, 2), "1 or 2", options.key)
     need("ptd.seed_depth", options.seed_depth >= 1, "at least 1", options.seed_depth)
@@ -58,6 +60,7 @@ def _ptd(options: PTDOptions, context: MethodContext) -> MakeRequest:
             depth=options.depth,
             roots=options.roots,
             guess=options.guess,
+            reach=options.reach,
             key=options.key,
             spine=options.spine,
             harvest=options.harvest,
@@ -104,6 +107,7 @@ METHODS = (
                 "depth": 6,
                 "roots": 4,
                 "guess": 60,
+                "reach": 12,
                 "key": 1,
                 "text": False,
             }

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -42,19 +42,10 @@ from hasten.types import Budget, Draft, Round, RowSignals, Signals
 RERANKS = ("hidden", "latest")
 QUERIES = ("anchor", "previous")
 
+_COPY_CHANCES, _BRANCH_CHANCES = CHANCES[COPY], CHANCES[BRANCH]
+
 _HOPE = 0.5
 """A branch's successor is looked for when its chance could be this much of the branch's."""
-
-
-class _Place(NamedTuple):
-    """Where a node of the tree stands in the memory."""
-
-    position: int
-    agreement: int
-    """Tokens before it that agree too."""
-    semantic: bool = False
-    near: int = 0
-    """Level of the similarity the anchor won by."""
 
 
 class AdaPLD(BaseDrafter):
@@ -89,7 +80,7 @@ class AdaPLD(BaseDrafter):
         copy: int = 30,
         tau: float = 0.1,
         blend: float = 1.0,
-        max_cand: int = 64,
+        max_cand: int = 32,
         rerank: str = "hidden",
         semantic: bool = True,
         branches: bool = True,
@@ -135,18 +126,14 @@ class AdaPLD(BaseDrafter):
         before = len(memory) - 1
         anchor = memory.retrieve(ctx.ids[-1], before, ctx.embed if self.semantic else None)
         if anchor is not None and not tree.full:
-            _Growth(self, memory, tree, ctx.embed).run(self._root_place(anchor, before))
+            agreement = memory.agreement(anchor.position, before)
+            near = 0
+            if anchor.semantic:
+                near = nearness(anchor.score)
+            elif agreement == 0 and memory.rerank:
+                near = nearness(memory.cosine(anchor.position, before))
+            _Growth(self, memory, tree, ctx.embed).run(anchor, agreement, near)
         return tree.draft()
-
-    def _root_place(self, anchor: Anchor, before: int) -> _Place:
-        memory = self._memory
-        agreement = memory.agreement(anchor.position, before)
-        near = 0
-        if anchor.semantic:
-            near = nearness(anchor.score)
-        elif agreement == 0 and memory.rerank:
-            near = nearness(memory.cosine(anchor.position, before))
-        return _Place(anchor.position, agreement, anchor.semantic, near)
 
     def observe(self, round: Round) -> None:
         """Remember what was kept: rows of rejected nodes, which had another text before them, are
@@ -170,7 +157,12 @@ class _Growth:
 
     Entries are ``(-chance, order, step, arguments)``; `order` is unique, so that no more is ever
     compared. A step is called with its chance and its arguments.
+
+    A node *stands* at the position where the memory has its token; `agreement` is how many tokens
+    before that position are those before the node.
     """
+
+    __slots__ = ("_chain", "_drafter", "_embed", "_heap", "_last", "_memory", "_order", "_tree")
 
     def __init__(
         self, drafter: AdaPLD, memory: ReuseMemory, tree: TreeBuilder, embed: Embed | None
@@ -181,112 +173,139 @@ class _Growth:
         """Position of the pending token."""
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = 0
-        self._root = _Place(0, 0)
+        self._chain: tuple[int, int] | None = None
+        """Where the root stands, and its agreement, if a copy may go on from there."""
 
-    def run(self, root: _Place) -> None:
-        """Grow from the root, which stands at the anchor `root`, until nothing more fits."""
-        self._root = root
-        self._expand(0, root, 1.0, self._drafter.copy)
+    def run(self, anchor: Anchor, agreement: int, near: int) -> None:
+        """Grow from the root, which stands at `anchor`, until nothing more fits."""
+        position = anchor.position
+        if anchor.semantic:
+            row = self._memory.candidates[position][: self._drafter.breadth]
+            self._next_semantic(position, row, 0, near, agreement)
+        else:
+            if self._drafter.deep:
+                self._chain = position, agreement
+            self._expand(0, position, agreement, 1.0, self._drafter.copy, near)
         heap, tree = self._heap, self._tree
-        while heap and not tree.full:
+        tokens, limit = tree.tokens, tree.limit
+        while heap and len(tokens) < limit:
             chance, _, step, arguments = heappop(heap)
             step(-chance, *arguments)
 
-    def _push(self, chance: float, step: Callable[..., None], *arguments: Any) -> None:
+    def _push(self, chance: float, step: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         self._order += 1
         heappush(self._heap, (-chance, self._order, step, arguments))
 
     def _expand(
-        self, node: int, place: _Place, chance: float, left: int, source: str = COPY
+        self, node: int, position: int, agreement: int, chance: float, left: int, near: int = 0
     ) -> None:
         """Propose the children of `node`, itself kept with probability `chance`: what followed its
-        place (`left` tokens may still be copied), and the candidates stored there."""
-        drafter, memory = self._drafter, self._memory
-        position = place.position
-        follow = memory.tokens[position + 1]
-        row = memory.candidates[position] if position < len(memory.candidates) else ()
-        if left > 0 and (source == SUCCESSOR or not place.semantic):
-            if source == COPY:
-                rank = copy_rank(strength(place.agreement, place.near), place_of(follow, row))
-            else:
-                rank = BY_RESEMBLANCE if place.semantic else strength(place.agreement)
-            after = _Place(position + 1, place.agreement + 1)
-            kept = chance * CHANCES[source][rank]
-            self._push(kept, self._add_copy, node, after, left - 1, source, rank)
-        if row and (node == 0 or (drafter.deep and not place.semantic)):
-            self._propose_branches(node, place, chance, follow, row)
-
-    def _propose_branches(
-        self, node: int, place: _Place, chance: float, follow: int, row: Sequence[int]
-    ) -> None:
-        """Line up the stored candidates: each is proposed when the one before it was added."""
-        breadth = self._drafter.breadth
-        if place.semantic:  # no copy beside them
-            others = list(enumerate(row[:breadth]))
-        else:
-            listed = row if self._drafter.deep else row[:breadth]
-            others = [each for each in enumerate(listed) if each[1] != follow][:breadth]
-        self._next_branch(node, place, chance, others, 0)
+        position (`left` tokens may still be copied), and the candidates stored there."""
+        memory = self._memory
+        follow, row = memory.tokens[position + 1], memory.candidates[position]
+        if left > 0:
+            rank = copy_rank(strength(agreement, near), place_of(follow, row))
+            arguments = (node, position + 1, agreement + 1, left - 1, COPY, rank)
+            self._push(chance * _COPY_CHANCES[rank], self._add_copy, arguments)
+        if row and (node == 0 or self._drafter.deep):
+            self._next_branch(node, position, agreement, chance, 0, 0)
 
     def _next_branch(
-        self, node: int, place: _Place, chance: float, others: list[tuple[int, int]], index: int
+        self, node: int, position: int, agreement: int, chance: float, place: int, count: int
     ) -> None:
-        if index == len(others):
+        """Propose the stored candidate at `place`, or the one after it where that is the copied
+        token; each follows when the one before it was added, of which there are `count`."""
+        memory, drafter = self._memory, self._drafter
+        row = memory.candidates[position]
+        if place < len(row) and row[place] == memory.tokens[position + 1]:
+            place += 1
+        enough = count if drafter.deep else place  # the paper's are not made up to the breadth
+        if place >= len(row) or enough >= drafter.breadth:
             return
-        at = others[index][0]
-        if place.semantic:
-            source, rank = SEMANTIC, semantic_rank(at, place.near, place.agreement)
-        else:
-            source, rank = BRANCH, branch_rank(at, place.agreement)
-        kept = chance * CHANCES[source][rank]
-        self._push(kept, self._add_branch, node, place, chance, others, index, source, rank)
+        rank = branch_rank(place, agreement)
+        arguments = (node, position, agreement, chance, place, count + 1, rank)
+        self._push(chance * _BRANCH_CHANCES[rank], self._add_branch, arguments)
+
+    def _next_semantic(
+        self, position: int, row: Sequence[int], place: int, near: int, agreement: int
+    ) -> None:
+        """Propose the candidate at `place`, stored at the root's semantic anchor."""
+        if place < len(row):
+            rank = semantic_rank(place, near, agreement)
+            arguments = (position, row, place, near, agreement, rank)
+            self._push(CHANCES[SEMANTIC][rank], self._add_semantic, arguments)
 
     # -- steps -------------------------------------------------------------------------------------
 
     def _add_copy(
-        self, chance: float, node: int, place: _Place, left: int, source: str, rank: int
+        self,
+        chance: float,
+        node: int,
+        position: int,
+        agreement: int,
+        left: int,
+        source: str,
+        rank: int,
     ) -> None:
-        """Add the token at `place`, and propose what comes after it."""
-        token = self._memory.tokens[place.position]
+        """Add the token at `position`, and propose what comes after it."""
+        token = self._memory.tokens[position]
         child = self._tree.add(node, token, source, rank)
         if child is None or token in self._drafter.eos_ids:
             return
-        if place.position == self._last:
+        if position == self._last:
             # The copy has reached the pending token, which stands at the root's anchor: what comes
             # after the one should come after the other, and so the text repeats.
-            root = self._root
-            if root.semantic or not self._drafter.deep:
+            if self._chain is None:
                 return
-            place = _Place(root.position, min(place.agreement, root.agreement))
-        self._expand(child, place, chance, left)
+            position, agreement = self._chain[0], min(agreement, self._chain[1])
+        self._expand(child, position, agreement, chance, left)
 
     def _add_branch(
         self,
         chance: float,
         node: int,
-        place: _Place,
+        position: int,
+        agreement: int,
         above: float,
-        others: list[tuple[int, int]],
-        index: int,
-        source: str,
+        place: int,
+        count: int,
         rank: int,
     ) -> None:
-        """Add a stored candidate; its successor is looked for later, if its chance is up to it."""
-        token = others[index][1]
-        child = self._tree.add(node, token, source, rank)
-        if child is None:
-            return
-        self._next_branch(node, place, above, others, index + 1)
-        if self._drafter.successors and token not in self._drafter.eos_ids:
-            self._push(_HOPE * chance, self._find_successor, child, place.position)
+        """Add the stored candidate at `place`, and propose the one after it."""
+        token = self._memory.candidates[position][place]
+        child = self._tree.add(node, token, BRANCH, rank)
+        if child is not None:
+            self._next_branch(node, position, agreement, above, place + 1, count)
+            self._hope(chance, child, token, position)
 
-    def _find_successor(self, hope: float, node: int, stored_at: int) -> None:
+    def _add_semantic(
+        self,
+        chance: float,
+        position: int,
+        row: Sequence[int],
+        place: int,
+        near: int,
+        agreement: int,
+        rank: int,
+    ) -> None:
+        """The same below a root that stands at a semantic anchor."""
+        child = self._tree.add(0, row[place], SEMANTIC, rank)
+        if child is not None:
+            self._next_semantic(position, row, place + 1, near, agreement)
+            self._hope(chance, child, row[place], position)
+
+    def _hope(self, chance: float, node: int, token: int, stored_at: int) -> None:
+        """Look for the branch's successor later, if its chance is up to it."""
+        if self._drafter.successors and token not in self._drafter.eos_ids:
+            self._push(_HOPE * chance, self._find_successor, (node, token, stored_at, chance))
+
+    def _find_successor(
+        self, _: float, node: int, token: int, stored_at: int, chance: float
+    ) -> None:
         """Find the branch's own anchor and propose what followed it."""
-        tree, drafter = self._tree, self._drafter
-        if tree.depths[node] >= tree.max_depth:
-            return
+        tree, drafter, memory = self._tree, self._drafter, self._memory
         before = stored_at if drafter.succ_query == "anchor" else self._last - 1
-        anchor = self._memory.retrieve(tree.tokens[node], before, self._embed)
+        anchor = memory.retrieve(token, before, self._embed)
         if anchor is None:
             return
         above = []
@@ -294,6 +313,10 @@ class _Growth:
         while parent > 0:
             above.append(tree.tokens[parent])
             parent = tree.parents[parent]
-        agreement = self._memory.agreement(anchor.position, self._last, above)
-        place = _Place(anchor.position, agreement, anchor.semantic)
-        self._expand(node, place, hope / _HOPE, drafter.successor_length, SUCCESSOR)
+        position = anchor.position
+        agreement = memory.agreement(position, self._last, above)
+        rank = BY_RESEMBLANCE if anchor.semantic else strength(agreement)
+        after = (node, position + 1, agreement + 1, drafter.successor_length - 1, SUCCESSOR, rank)
+        self._push(chance * CHANCES[SUCCESSOR][rank], self._add_copy, after)
+        if drafter.deep and not anchor.semantic:
+            self._next_branch(node, position, agreement, chance, 0, 0)

@@ -75,7 +75,7 @@ class Lookahead(BaseDrafter):
         *,
         ngram: int = 3,
         window: int = 1,
-        guesses: int = 2,
+        guesses: int = 4,
         text: bool = True,
         eos_ids: frozenset[int] = frozenset(),
     ) -> None:

@@ -20,17 +20,15 @@ from hasten.types import Budget, Draft, Round, RowSignals, Signals
 SEEDS = 2
 """Chains of prompt tokens that a request's draft tree starts with (the authors' code)."""
 
-TEXT_CHUNK = 128
-"""Tokens of a text merged into the pool before its bounds are enforced."""
-
 
 class PTD(BaseDrafter):
     """A pool of guesses, fed by a tree that the target grows itself.
 
     width       most children of a draft tree's node (the paper's w)
-    depth       edges at which a subtree of it slides (d); the pool keeps twice as much
+    depth       edges at which a subtree of it slides (d)
     roots       subtrees of it (R); 0 switches it off
     guess       most continuations verified in a pass
+    reach       longest continuation that the pool keeps (ours)
     key         tokens that continuations are looked up by: 1, or 2 with 1 as a second choice (ours)
     spine       subtrees see the roots of those before them and stand one position apart
     harvest     put the draft tree into the pool; off for comparison only
@@ -48,10 +46,10 @@ class PTD(BaseDrafter):
         self,
         *,
         width: int = 2,
-        depth: int = 3,
+        depth: int = 2,
         roots: int = 1,
-        guess: int = 7,
-        reach: int = 0,
+        guess: int = 8,
+        reach: int = 8,
         key: int = 2,
         spine: bool = True,
         harvest: bool = True,
@@ -62,8 +60,7 @@ class PTD(BaseDrafter):
         eos_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.width, self.depth, self.roots, self.guess = width, depth, roots, guess
-        self.reach = reach or 2 * depth
-        self.key, self.spine, self.harvest = key, spine, harvest
+        self.reach, self.key, self.spine, self.harvest = reach, key, spine, harvest
         self.feedback, self.text = feedback, text
         self.max_nodes, self.seed_depth, self.eos_ids = max_nodes, seed_depth, eos_ids
         self._forget()
@@ -72,7 +69,7 @@ class PTD(BaseDrafter):
         self._tree = FlatTree()
         self._pool = NGramPool(key=self.key, max_nodes=self.max_nodes, max_depth=self.reach)
         self._tail: list[int] = []
-        """The text's last tokens, enough for the longest continuation and its key."""
+        """The text's last two tokens."""
         self._rows: list[int] = []
         """The row of each node of the draft tree in the pass under way, of `_size` rows."""
         self._size = 0
@@ -144,20 +141,10 @@ class PTD(BaseDrafter):
         return [NOTHING if token in self.eos_ids else token for token in tokens]
 
     def _learn(self, new: Sequence[int]) -> None:
-        """Move on in the text; with `text` its n-grams go to the pool."""
-        if not self.text:
-            self._tail = [*self._tail, *new[-2:]][-2:]
-            return
-        for start in range(0, len(new), TEXT_CHUNK):
-            known = len(self._tail)
-            chain = [*self._tail, *new[start : start + TEXT_CHUNK]]
-            count = len(chain) - 1
-            after = [NOTHING] * max(known - 1, 0) + chain[max(known, 1) :]
-            previous = [NOTHING, *chain[: count - 1]][:count]
-            self._pool.merge(
-                chain[:-1], range(-1, count - 1), self._without_ends(after), previous, text=True
-            )
-            self._tail = chain[-(self.reach + 1) :]
+        """Move on in the text."""
+        self._tail = [*self._tail, *new[-2:]][-2:]
+        if self.text:
+            self._pool.extend(new)
 
     def end(self) -> None:
         """Drop tree and pool."""

@@ -13,17 +13,17 @@ Everything here is small, so it lives in lists and numpy arrays on the CPU. Sums
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from hasten.drafters.reuse_ranks import MOST_AGREEMENT
+
 Array = np.ndarray[Any, Any]
 Embed = Callable[[Sequence[int]], torch.Tensor]
-
-MOST_AGREEMENT = 10
-"""Longer agreements of preceding tokens are not told apart."""
 
 COMPARED = 1024
 """Distinct tokens that a token which never occurred is compared with at most: those that came up
@@ -60,26 +60,28 @@ class UnitRows:
         """The rows, ``(count, size)``; a view."""
         return self._rows[: self.count]
 
-    def append(self, new: Array) -> None:
-        """Add rows of any length, ``(n, size)`` float32."""
-        need = self.count + len(new)
+    def append(self, new: Array, which: Sequence[int]) -> None:
+        """Add the rows `which` of `new`, ``(n, size)`` float32, of any length."""
+        need = self.count + len(which)
         if need > len(self._rows):
             grown = np.empty((max(2 * need, _FIRST_ROWS), new.shape[1]), np.float32)
             if self.count:
                 grown[: self.count] = self.rows
             self._rows = grown
-        self._rows[self.count : need] = unit(new)
+        # One by one: for the few rows of a round this takes fewer steps than all at once.
+        for row, to in zip(which, self._rows[self.count : need], strict=True):
+            scale_to_unit(new[row], to)
         self.count = need
 
 
-def unit(rows: Array) -> Array:
-    """Rows ``(n, size)`` scaled to length 1; zeros where that can't be (zeros, infinities, NaN)."""
-    lengths = np.sqrt(np.einsum("ij,ij->i", rows, rows))
-    if np.isfinite(lengths).all() and lengths.all():
-        return np.asarray(rows / lengths[:, None])
-    fine = np.isfinite(lengths) & (lengths > 0)
-    out = np.zeros_like(rows)
-    out[fine] = rows[fine] / lengths[fine, None]
+def scale_to_unit(row: Array, out: Array) -> Array:
+    """`row` ``(size,)`` scaled to length 1, in `out`; zeros where that can't be (zeros, infinities,
+    NaN)."""
+    wide = row.astype(np.float64)  # no float32 overflows when squared
+    length = math.sqrt(float(wide.dot(wide)))
+    if 0.0 < length < math.inf:
+        return np.divide(row, length, out=out)
+    out.fill(0.0)
     return out
 
 
@@ -147,7 +149,7 @@ class ReuseMemory:
         self._index(0)
         self._first = len(prompt) - (0 if hidden is None else len(hidden))
         if hidden is not None:
-            self._states.append(to_array(hidden))
+            self._states.append(to_array(hidden), range(len(hidden)))
         listed = [] if topk_ids is None else topk_ids[:, : self.width].tolist()
         self.candidates = [()] * (len(prompt) - len(listed)) + listed
 
@@ -165,8 +167,10 @@ class ReuseMemory:
         self.tokens.extend(tokens)
         self._index(start)
         if hidden is not None:
-            self._states.append(to_array(hidden)[list(rows)])
-        if topk_ids is not None:
+            self._states.append(to_array(hidden), rows)
+        if topk_ids is None:
+            self.candidates.extend([()] * len(rows))
+        else:
             listed = topk_ids.tolist()
             self.candidates.extend([listed[row][: self.width] for row in rows])
 
@@ -195,22 +199,24 @@ class ReuseMemory:
         if found is not None:
             if len(found) == 1 or not self.rerank:
                 return Anchor(found[-1], False, 0.0)
-            positions = np.array(found[-self.max_cand :])
-            return Anchor(_best(positions, self._cosines(positions, before))[0], False, 0.0)
+            likely = found[-self.max_cand :]
+            _, best = max(zip(self._cosines(likely, before), likely, strict=True))
+            return Anchor(best, False, 0.0)
         if embed is None or not self._kinds:
             return None
-        positions, resemblance = self._resembling(token, embed)
-        if not len(positions):
+        positions, scores = self._resembling(token, embed)
+        if not positions:
             return None
-        scores = self._cosines(positions, before) if self.rerank else resemblance
-        if self.rerank and self.blend:
-            scores = (scores + self.blend * resemblance) / (1.0 + self.blend)
-        position, score = _best(positions, scores)
-        return Anchor(position, True, score)
+        if self.rerank:
+            blend = self.blend
+            pairs = zip(self._cosines(positions, before), scores, strict=True)
+            scores = [(near + blend * like) / (1.0 + blend) for near, like in pairs]
+        score, best = max(zip(scores, positions, strict=True))
+        return Anchor(best, True, score)
 
     def cosine(self, position: int, before: int) -> float:
         """Cosine of the states before an anchor and at `before`; -1 where one isn't known."""
-        return float(self._cosines(np.array([position]), before)[0])
+        return self._cosines([position], before)[0]
 
     def agreement(self, position: int, end: int, above: Sequence[int] = ()) -> int:
         """How many tokens before `position` agree with those wanted there: `above` (nearest first),
@@ -227,34 +233,36 @@ class ReuseMemory:
             count += 1
         return count
 
-    def _cosines(self, positions: Array, before: int) -> Array:
+    def _cosines(self, positions: Sequence[int], before: int) -> list[float]:
         """For each anchor the cosine of the state before it with the one at `before`."""
-        states, query = self._states.rows, before - self._first
-        if not 0 <= query < len(states):
-            return np.full(len(positions), _NOWHERE, np.float32)
-        rows = positions - (1 + self._first)
-        cosines: Array = np.einsum("ij,j->i", states[np.maximum(rows, 0)], states[query])
-        cosines[rows < 0] = _NOWHERE
+        query, offset = before - self._first, 1 + self._first
+        if not 0 <= query < self._states.count:
+            return [_NOWHERE] * len(positions)
+        rows = [position - offset for position in positions]
+        known = rows if min(rows) >= 0 else [row for row in rows if row >= 0]
+        states = self._states.rows
+        cosines: list[float] = np.einsum("ij,j->i", states[known], states[query]).tolist()
+        if len(known) < len(rows):
+            found = iter(cosines)
+            return [next(found) if row >= 0 else _NOWHERE for row in rows]
         return cosines
 
-    def _resembling(self, token: int, embed: Embed) -> tuple[Array, Array]:
+    def _resembling(self, token: int, embed: Embed) -> tuple[list[int], list[float]]:
         """Positions of the tokens nearest to `token`, nearest first, and the tokens' cosines."""
         kinds, cosines = self._compare(token, embed)
-        if len(cosines) > self.max_cand:  # every kind has a position
-            few = np.argpartition(-cosines, self.max_cand - 1)[: self.max_cand]
-        else:
-            few = np.arange(len(cosines))
-        order = few[np.argsort(-cosines[few], kind="stable")]
+        beyond = len(kinds) - self.max_cand  # each kind has a position
+        few = cosines.argpartition(beyond)[beyond:] if beyond > 0 else np.arange(len(kinds))
         positions: list[int] = []
         likeness: list[float] = []
-        for kind, cosine in zip(order.tolist(), cosines[order].tolist(), strict=True):
+        nearest = sorted(zip(cosines[few].tolist(), few.tolist(), strict=True), reverse=True)
+        for cosine, kind in nearest:
             room = self.max_cand - len(positions)
             if cosine < self.tau or room <= 0:
                 break
             some = self._positions[kinds[kind]][-room:]
             positions += some
             likeness += [cosine] * len(some)
-        return np.array(positions, np.int64), np.array(likeness, np.float32)
+        return positions, likeness
 
     def _compare(self, token: int, embed: Embed) -> tuple[list[int], Array]:
         """The latest distinct tokens and the cosines of their embeddings with that of `token`."""
@@ -263,13 +271,7 @@ class ReuseMemory:
             self._embedded, self._embedded_from = UnitRows(), oldest
         new = self._kinds[self._embedded_from + self._embedded.count :]
         rows = to_array(embed([*new, token]))
-        if new:
-            self._embedded.append(rows[:-1])
+        self._embedded.append(rows, range(len(new)))
         compared = self._embedded.rows[oldest - self._embedded_from :]
-        return self._kinds[oldest:], np.einsum("ij,j->i", compared, unit(rows[-1:])[0])
-
-
-def _best(positions: Array, scores: Array) -> tuple[int, float]:
-    """The position of the highest score, the most recent one of equals, and the score."""
-    top = scores.max()
-    return int(positions[scores == top].max()), float(top)
+        query = scale_to_unit(rows[-1], np.empty_like(rows[-1]))
+        return self._kinds[oldest:], np.einsum("ij,j->i", compared, query)

@@ -18,12 +18,21 @@ ARGMAX, LISTED, UNLISTED = 0, 1, 2
 """A copied token's place among the target's candidates at the anchor: first, lower, not there (or
 unknown)."""
 
+MOST_AGREEMENT = 10
+"""Longer agreements are not told apart."""
+
 _NEARNESS = (0.5, 0.6, 0.7, 0.8, 0.9)
 _NEAR = len(_NEARNESS) + 1
 _AGREEING = (1, 2, 4, 6, 10)
 _BRANCH_AGREEING = (1, 3, 5)
 _PLACES = 8
 _SEMANTIC_PLACES = 4
+_STRENGTH = tuple(
+    _NEAR - 1 + bisect_right(_AGREEING, agreement) for agreement in range(MOST_AGREEMENT + 1)
+)
+_BRANCH_LEVEL = tuple(
+    bisect_right(_BRANCH_AGREEING, agreement) for agreement in range(MOST_AGREEMENT + 1)
+)
 BY_RESEMBLANCE = _NEAR + len(_AGREEING)
 """Strength of a successor whose anchor only resembles it."""
 
@@ -36,8 +45,7 @@ def nearness(cosine: float) -> int:
 def strength(agreement: int, near: int = 0) -> int:
     """How good an anchor is: by the number of agreeing tokens before it, and where none does by
     the level `near`."""
-    level = bisect_right(_AGREEING, agreement)
-    return _NEAR - 1 + level if level else near
+    return _STRENGTH[min(agreement, MOST_AGREEMENT)] if agreement else near
 
 
 def place_of(token: int, row: Sequence[int]) -> int:
@@ -55,7 +63,7 @@ def copy_rank(strength: int, place: int) -> int:
 def branch_rank(place: int, agreement: int) -> int:
     """Rank of a branch: its place among the target's candidates (0 is best), and the anchor's
     agreement."""
-    level = bisect_right(_BRANCH_AGREEING, agreement)
+    level = _BRANCH_LEVEL[min(agreement, MOST_AGREEMENT)]
     return min(place, _PLACES - 1) * (len(_BRANCH_AGREEING) + 1) + level
 
 
