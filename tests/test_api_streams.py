@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
 import hasten
 from hasten.api import LLM
-from hasten.types import SamplingParams
+from hasten.drafters.auto import Auto
+from hasten.types import RowSignals, SamplingParams
 from tests.tiny_llm import PLAIN, make_model, make_tokenizer, meter, metered
 
 
@@ -147,8 +148,9 @@ def test_two_conversations_at_once_are_both_right(llm: LLM) -> None:
     assert [s.finish().tokens for s in streams] == want
 
 
+@pytest.mark.parametrize("method", ["ar", "racer,nodes=6", "adapld,nodes=6", "auto"])
 def test_a_prompt_given_several_times_runs_once_and_each_answer_is_its_own(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     params = [SamplingParams(max_new_tokens=12, temperature=1.0, seed=seed) for seed in range(3)]
     alone = [llm.generate("a b c", params=each, method="ar").tokens for each in params]
@@ -161,8 +163,19 @@ def test_a_prompt_given_several_times_runs_once_and_each_answer_is_its_own(
         return prefill(sequence, tokens, **how)
 
     monkeypatch.setattr(llm.target, "prefill", counted)
-    together = llm.generate_many(["a b c"] * 3, params=params, method="ar")
+    read: list[int] = []
+    begin = Auto.begin
+
+    def spy(self: Auto, prompt: Sequence[int], signals: RowSignals) -> None:
+        read.append(0 if signals.topk_ids is None else len(signals.topk_ids))
+        begin(self, prompt, signals)
+
+    monkeypatch.setattr(Auto, "begin", spy)
+    together = llm.generate_many(["a b c"] * 3, params=params, method=method)
     assert [each.tokens for each in together] == alone
     assert len(set(alone)) > 1
-    assert sorted(rows) == [1, 1, 1, len(llm.tokenize("a b c")) - 1]
+    size = len(llm.tokenize("a b c"))
+    assert sorted(rows) == [1, 1, 1, size - 1]
+    if method == "auto":
+        assert read == [size] * 3, "each drafter is told of every row of the prompt"
     assert held.live == 0

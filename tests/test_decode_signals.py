@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +28,54 @@ from tests.conformance.harness import prompt_of, request, run
 from tests.conformance.toy_target import ToyTarget
 
 GREEDY = SamplingParams(max_new_tokens=20)
+
+
+class Reader(BaseDrafter):
+    """Wants the prompt's candidates, and drafts nothing."""
+
+    name = "reader"
+    needs = Signals(topk=2, prompt=True)
+
+    def begin(self, prompt: Sequence[int], signals: RowSignals) -> None:
+        self.read = 0 if signals.topk_ids is None else len(signals.topk_ids)
+
+    def propose(self, ctx: DraftContext, budget: Budget) -> Draft:
+        return Draft(DraftTree.chain(ctx.ids[-1]))
+
+
+def _prefills(target: ToyTarget) -> list[int]:
+    """Rows of each call of `prefill` from now on."""
+    sizes: list[int] = []
+    prefill = target.prefill
+
+    def spy(sequence: Any, tokens: Sequence[int], **options: Any) -> Any:
+        sizes.append(len(tokens))
+        return prefill(sequence, tokens, **options)
+
+    target.prefill = spy  # type: ignore[method-assign]
+    return sizes
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_prompt_whose_angles_depend_on_its_length_runs_in_one_call(whole: bool) -> None:
+    target = ToyTarget()
+    target.info = replace(target.info, whole_prompt=whole)
+    sizes = _prefills(target)
+    prompt = prompt_of(1, length=PREFILL_CHUNK + 30)
+    drafter = Reader()
+    run(target, prompt, GREEDY, drafter)
+    assert sizes == ([len(prompt)] if whole else [PREFILL_CHUNK, 30])
+    assert drafter.read == len(prompt)
+
+
+def test_a_request_for_one_token_reads_the_last_row_only() -> None:
+    target, drafter = ToyTarget(), Reader()
+    sizes = _prefills(target)
+    prompt = prompt_of(1, length=PREFILL_CHUNK + 30)
+    answer = run(target, prompt, SamplingParams(max_new_tokens=1), drafter)
+    assert answer.tokens == target.plain(prompt, SamplingParams(max_new_tokens=1))
+    assert sizes == [len(prompt)]
+    assert drafter.read == 1
 
 
 class Curious(TestDrafter):

@@ -48,7 +48,8 @@ def load(
                ``.gguf`` file, a loaded transformers model (with `tokenizer`), or a pair of both
     method     how to draft: a name with options (``"prompt-lookup,nodes=12"``), see ``hasten
                methods``; default: ``auto``, which is plain decoding where the model can't be
-               accelerated, which is logged
+               accelerated, which is logged. The first use of ``auto`` on a model measures what
+               passes cost on this machine (about two seconds)
     dtype      ``"float32"``, ``"bfloat16"``, ``"float16"`` or a torch dtype; default: the
                checkpoint's own (float32 for the embedded model)
     device     ``"cpu"``, ``"cuda"``, ...; default: CUDA when there is one
@@ -178,24 +179,26 @@ class LLM:
         return [r.result() for r in requests]
 
     def _share_prompts(self, requests: Sequence[Request], opened: ExitStack) -> None:
-        """Run a prompt given several times only once: each of its requests continues a fork.
-
-        Not for drafters that learn from the prompt's own pass. `opened` closes the sequences.
+        """Run a prompt given several times only once: each of its requests continues a fork, and
+        is lent what was read of the prompt's rows. `opened` closes the sequences.
         """
+        if not self.target.capabilities.fork or self.target.info.whole_prompt:
+            return
         groups: dict[tuple[int, ...], list[Request]] = {}
         for request in requests:
-            if request.decoding.finish is None and not request.decoding.drafter.needs.prompt:
+            if request.decoding.finish is None:
                 groups.setdefault(tuple(request.ids), []).append(request)
         for ids, group in groups.items():
-            if len(group) == 1 or len(ids) == 1 or not self.target.capabilities.fork:
+            if len(group) == 1 or len(ids) == 1:
                 continue
             base = self.target.open()
             opened.callback(self.target.close, base)
-            self.target.prefill(base, ids[:-1])
+            # All requests have the same method, so their drafters want the same.
+            _, signals = group[0].decoding.read(base, ids[:-1])
             for request in group:
                 fork = self.target.open(base)
                 opened.callback(self.target.close, fork)
-                request.decoding.lend(fork)
+                request.decoding.lend(fork, signals)
 
     # -- methods and tokens ----------------------------------------------------------------------
 
@@ -203,9 +206,10 @@ class LLM:
         """Check a method against the model and load what it needs, once. Raises OptionError,
         CapabilityError, VocabularyError or ModelError."""
         spec = methods.parse(method)
-        if spec not in self._prepared:
-            context = methods.MethodContext(self.target, self.tokenizer, self._load_other)
-            self._prepared[spec] = methods.prepare(spec, context)
+        with self._lock:  # preparing may run passes
+            if spec not in self._prepared:
+                context = methods.MethodContext(self.target, self.tokenizer, self._load_other)
+                self._prepared[spec] = methods.prepare(spec, context)
         return spec
 
     def _load_other(self, name: str) -> tuple[Target, Any]:

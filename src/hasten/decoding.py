@@ -13,6 +13,7 @@ import torch
 from hasten.drafters.base import DraftContext, Drafter
 from hasten.drafts import check_draft, collapse, without_far_rows
 from hasten.errors import DrafterError, HastenError
+from hasten.judge import PassJudge
 from hasten.passes import Staged, synchronize
 from hasten.policies.base import PlanContext, Policy
 from hasten.sampling import Sampler
@@ -38,36 +39,6 @@ from hasten.verify import Verifier, walk
 PREFILL_CHUNK = 256
 """Prompt rows whose top-k is read back at a time, so that no (prompt x vocab) tensor is ever
 held."""
-
-
-class PassJudge:
-    """The target's word on one pass's rows (see `hasten.verify.Judge`)."""
-
-    def __init__(
-        self, sampler: Sampler, ids: Sequence[int], logits: torch.Tensor, best: list[int] | None
-    ) -> None:
-        self.sampler, self.ids, self.logits, self.best = sampler, ids, logits, best
-
-    def _prefix(self, path: Sequence[int]) -> Sequence[int]:
-        return [*self.ids, *path] if path else self.ids
-
-    def choose(self, node: int, path: Sequence[int]) -> int:
-        """The argmax, or the keyed draw. Raises ModelError where the logits hold NaN."""
-        if self.best is not None and self.best[node] >= 0:
-            return self.best[node]
-        return self.sampler.choose(self._prefix(path), self.logits[node])
-
-    def probs(self, node: int, path: Sequence[int]) -> torch.Tensor:
-        """The distribution drawn from."""
-        return self.sampler.probs(self._prefix(path), self.logits[node])
-
-    def uniform(self, path: Sequence[int], index: int) -> float:
-        """Keyed apart from all draws."""
-        return self.sampler.uniform(len(self.ids) + len(path), "accept", index)
-
-    def draw(self, probs: torch.Tensor, path: Sequence[int]) -> int:
-        """Keyed apart from `choose`."""
-        return self.sampler.draw(probs, len(self.ids) + len(path), 1, "residual")[0]
 
 
 @dataclass(slots=True)
@@ -126,6 +97,7 @@ class Decoding:
         )  # the drafter's own copy: a drafter that changes it harms only its drafts
         self._sequence: Any = None
         self._owned = True
+        self._lent: RowSignals | None = None
         self._index = 0
         self._draft: Draft | None = None
         self.staged = Staged(target, drafter.needs.hidden)
@@ -140,11 +112,11 @@ class Decoding:
             embed=target.embed if drafter.needs.embeddings else None,
         )
 
-    def lend(self, sequence: Any) -> None:
+    def lend(self, sequence: Any, signals: RowSignals | None = None) -> None:
         """Use `sequence`, which holds the prompt's first tokens (or none), instead of a fresh one.
         It stays the caller's: at the end it is left open, holding all tokens but the last
-        emitted."""
-        self._sequence, self._owned = sequence, False
+        emitted. `signals` are those of what it holds, where `read` gave some."""
+        self._sequence, self._owned, self._lent = sequence, False, signals
 
     # -- prefill ---------------------------------------------------------------------------------
 
@@ -153,8 +125,7 @@ class Decoding:
         self._clock = _Clock(started=time.perf_counter())
         if self._sequence is None:
             self._sequence = self.target.open()
-        needs = self.drafter.needs
-        passed, prompt_signals = self._prefill(needs)
+        passed, prompt_signals = self._prefill()
         self._begun = True
         self._guard("begin", self.drafter.begin, tuple(self.ids), prompt_signals)
         logits = passed.logits
@@ -164,21 +135,38 @@ class Decoding:
         token = judge.choose(0, ())
         return self._close_round(None, (), (token,), logits, RowSignals())
 
-    def _prefill(self, needs: Signals) -> tuple[Pass, RowSignals]:
+    def _prefill(self) -> tuple[Pass, RowSignals]:
         """Run what the sequence doesn't hold yet; the last row's logits and the prompt's
         signals."""
         held = min(self._sequence.length, self.prompt_len - 1)
         if held < self._sequence.length:
             self.target.truncate(self._sequence, held)
         rest = self.ids[held:]
+        if self._remaining() <= 1:  # nothing will be drafted: the last row is enough
+            return self._last_row(rest)
+        passed, signals = self.read(self._sequence, rest)
+        return passed, signals if self._lent is None else _join([self._lent, signals])
+
+    def _last_row(self, tokens: Sequence[int]) -> tuple[Pass, RowSignals]:
+        """Run `tokens` as plain decoding does; the last row's logits and signals."""
+        needs, prefill = self.drafter.needs, partial(self.target.prefill, self._sequence)
         if not needs.prompt:
-            return self._timed(lambda: self.target.prefill(self._sequence, rest)), RowSignals()
-        wide = needs.topk > 0
+            return self._timed(lambda: prefill(tokens)), RowSignals()
+        passed = self._timed(lambda: prefill(tokens, taps=needs.hidden))
+        last = Pass(passed.logits, {layer: rows[-1:] for layer, rows in passed.hidden.items()})
+        return last, self._signals(last, replace(needs, probs=False))
+
+    def read(self, sequence: Any, tokens: Sequence[int]) -> tuple[Pass, RowSignals]:
+        """Run part of a prompt into `sequence`: the last row's logits, and the signals that the
+        drafter wants of the prompt's rows (all of them None where it wants none)."""
+        needs, prefill = self.drafter.needs, partial(self.target.prefill, sequence)
+        if not needs.prompt:
+            return self._timed(lambda: prefill(tokens)), RowSignals()
         parts: list[RowSignals] = []
-        for at in range(0, len(rest), PREFILL_CHUNK):
-            chunk = rest[at : at + PREFILL_CHUNK]
-            run = partial(self.target.prefill, self._sequence, chunk, taps=needs.hidden)
-            passed = self._timed(partial(run, all_logits=wide))
+        step = len(tokens) if self.target.info.whole_prompt else PREFILL_CHUNK
+        for at in range(0, len(tokens), step):
+            run = partial(prefill, tokens[at : at + step], taps=needs.hidden)
+            passed = self._timed(partial(run, all_logits=needs.topk > 0))
             parts.append(self._signals(passed, replace(needs, probs=False)))
         assert passed.logits is not None
         return Pass(passed.logits[-1:]), _join(parts)

@@ -57,7 +57,7 @@ def topk_rows(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]
     """
     rows, vocab = logits.shape
     k = min(k, vocab)
-    if k == 1:
+    if k == 1 and logits.device.type == "cpu":
         best = torch.tensor(argmax_rows(logits), dtype=torch.int64)[:, None]
         ids = best.clamp(min=0)
         values = logits.gather(1, ids.to(logits.device)).float().cpu()
@@ -101,6 +101,7 @@ def best_of_topk(values: torch.Tensor, ids: torch.Tensor, logits: torch.Tensor) 
 def _tied(top: list[float], ids: list[int], logits: torch.Tensor) -> int:
     """The lowest id of the largest logit of one row, or -1 where it is NaN."""
     largest = top[0]
-    if largest == largest and top[-1] < largest:
+    exact = logits.dtype != torch.float64  # the values are float32
+    if exact and largest == largest and top[-1] < largest:
         return min(i for value, i in zip(top, ids, strict=True) if value == largest)
     return argmax_rows(logits)[0]  # ids that tie may not be listed

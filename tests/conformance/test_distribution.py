@@ -14,7 +14,7 @@ import torch
 from scipy.stats import chi2
 
 from hasten.decode import decode
-from hasten.decoding import PassJudge
+from hasten.judge import PassJudge
 from hasten.sampling import Sampler
 from hasten.types import DraftTree, SamplingParams
 from hasten.verify import Judge, Verdict, Verifier, rejection, walk

@@ -11,6 +11,7 @@ import torch
 
 from hasten.drafters.adapld import AdaPLD
 from hasten.drafters.base import DraftContext
+from hasten.drafters.reuse_memory import ReuseMemory
 from hasten.drafts import check_draft
 from hasten.types import Budget, Draft, DraftTree, Round, RowSignals, Signals
 
@@ -361,11 +362,22 @@ def test_the_memory_is_that_of_plain_decoding() -> None:
         pytest.param(random.Random(0).sample(range(100_000), 3000), id="all different"),
     ],
 )
-def test_hard_texts_stay_in_bounds(text: list[int]) -> None:
-    for options in ({}, PAPER):
+def test_hard_texts_stay_in_bounds(text: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+    cosines = ReuseMemory._cosines
+
+    def spy(self: ReuseMemory, positions: Sequence[int], before: int) -> list[float]:
+        compared.append(len(positions))
+        return cosines(self, positions, before)
+
+    monkeypatch.setattr(ReuseMemory, "_cosines", spy)
+    for options, most in (({}, 32), (PAPER, 256)):
         drafter = begun(text, **options)
-        for draft in follow(drafter, text + text[:20], len(text), nodes=24):
-            assert len(draft.tree) <= 24
+        drafts = follow(drafter, text + text[:20], len(text), nodes=24)
+        assert all(len(draft.tree) <= 24 for draft in drafts)
+        assert len(compared) <= 25 * len(drafts), "two looks for the root, one for each branch"
+        assert 0 < max(compared) <= most
+        compared.clear()
 
 
 def test_the_end_of_a_request_leaves_nothing() -> None:

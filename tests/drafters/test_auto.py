@@ -70,9 +70,29 @@ def test_budget_and_depth_are_kept() -> None:
             assert max(made.tree.depths) <= depth
 
 
+def test_nothing_is_drafted_after_the_end_of_an_answer() -> None:
+    text = [5, 6, 7, 2, 9, 4, 5, 6, 7]
+    drafter = Auto(breadth=2, eos_ids=frozenset({2}))
+    drafter.begin(tuple(text[:-1]), RowSignals(topk_ids=torch.tensor([[0, 1]] * 8)))
+    drafter.observe(Round(0, (7,)))
+    tree = draft(drafter, text).tree
+    assert 2 in tree.tokens
+    assert all(tree.tokens[p] != 2 for p in tree.parents[1:])
+    assert 9 not in tree.tokens
+
+
+def test_a_prompt_whose_first_rows_were_not_run_again_is_read_from_its_end() -> None:
+    drafter = Auto(breadth=2)
+    drafter.begin((5, 6, 7), RowSignals(topk_ids=torch.tensor([[8, 9]])))
+    assert drafter._successors.get(7) == [8, 9]
+    assert drafter._successors.get(6) == ()
+
+
 def test_nothing_is_left_of_a_request() -> None:
     drafter = begun(TEXT)
     drafter.end()
+    assert len(drafter._successors) == 0
+    assert len(drafter._suffix._tree) == 0
     drafter.begin((1, 2), RowSignals())
     drafter.observe(Round(0, (7,)))
     assert len(draft(drafter, [1, 2, 7]).tree) == 1

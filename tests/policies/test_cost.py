@@ -379,13 +379,46 @@ def test_a_machine_that_stays_busy_is_warned_of_and_its_table_serves_for_minutes
     machine.busy = [9.0]
     made = cost.load_or_measure(target)
     assert made.busy
-    passes = target.passes
-    assert cost.load_or_measure(target) == made, "the next process needn't measure at once"
-    assert target.passes == passes
+    other = ToyTarget()
+    assert cost.load_or_measure(other) == made, "the next process needn't measure at once"
+    assert other.passes == 0
     cost.save(target, replace(made, measured_at=made.measured_at - cost.BUSY_FOR_S - 1))
     assert cost.load(target) is None
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     assert "hasten calibrate" in caplog.text
+
+
+def test_a_target_is_measured_once_even_where_nothing_can_be_kept(
+    target: ToyTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost, "save", lambda target, table: None)
+    first = cost.load_or_measure(target)
+    passes = target.passes
+    assert cost.load_or_measure(target) is first
+    assert target.passes == passes > 0
+
+
+def test_a_busy_table_never_replaces_a_better_one_made_meanwhile(
+    target: ToyTarget, machine: Machine
+) -> None:
+    machine.busy = [9.0]
+    better = replace(_table(target), busy=False)
+
+    def calibrated_elsewhere(passes: int) -> None:
+        if passes == 1:
+            cost.save(target, better)
+
+    target.before_pass = calibrated_elsewhere
+    assert cost.load_or_measure(target) == better
+    assert cost.load(target) == better
+
+
+def test_a_slow_target_is_measured_in_one_turn(target: ToyTarget, machine: Machine) -> None:
+    machine.step = 1.5  # seconds a pass, as a large model's on a CPU
+    table = cost.load_or_measure(target)
+    assert target.passes <= len(cost.QUICK_ROWS) + 1
+    assert table.contexts == cost.QUICK_CONTEXTS[:1]
+    assert all(ms > 0 for line in table.ms for ms in line)
 
 
 def test_affordable_rows_follow_what_a_pass_costs() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hasten.builtin.common import MOST, NODES, need, opt, policies
+from hasten.builtin.common import MOST, NODES, Policies, need, opt
 from hasten.drafters.adapld import AdaPLD
 from hasten.drafters.base import Drafter
 from hasten.methods import Method, MethodContext, RequestMaker
@@ -63,7 +63,7 @@ def _adapld(options: AdaPLDOptions, context: MethodContext) -> RequestMaker:
         value = getattr(options, name)
         need(f"adapld.{name}", value >= least, f"at least {least}", value)
     need("adapld.tau", -1 <= options.tau <= 1, "a cosine, -1 to 1", options.tau)
-    need("adapld.blend", options.blend >= 0, "at least 0", options.blend)
+    need("adapld.blend", 0 <= options.blend < float("inf"), "at least 0, finite", options.blend)
     info = context.target.info
     layer = _layer(options, info.num_layers)
 
@@ -87,7 +87,7 @@ def _adapld(options: AdaPLDOptions, context: MethodContext) -> RequestMaker:
         )
 
     drafter()  # bad options are refused now, not at the first request
-    policy = policies("adapld", options.nodes, options.most, context)
+    policy = Policies("adapld", options.nodes, options.most, context)
 
     def make(shared: Mapping[str, Any]) -> tuple[Drafter, Policy]:
         return drafter(), policy(shared)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hasten.builtin.common import MOST, Policies, opt, start_for
+from hasten.builtin.common import MOST, START, Policies, opt, start_for
 from hasten.drafters.ar import Plain
 from hasten.drafters.auto import Auto
 from hasten.drafters.base import Drafter
@@ -23,6 +23,7 @@ class AutoOptions:
     """Options of ``auto``."""
 
     most: int = opt(0, MOST)
+    start: bool = opt(True, START)
 
 
 def _auto(options: AutoOptions, context: MethodContext) -> RequestMaker:
@@ -31,10 +32,10 @@ def _auto(options: AutoOptions, context: MethodContext) -> RequestMaker:
         logger.warning("%s: auto is plain decoding here: its cache can't be cut back", info.name)
         return RequestMaker(lambda shared: (Plain(), FixedPolicy(nodes=1)))
     policy = Policies("auto", 0, options.most, context, stretch=2)
-    start = start_for(True, context)
+    start = start_for(options.start, context)
 
     def make(shared: Mapping[str, Any]) -> tuple[Drafter, Policy]:
-        return Auto(start=start), policy(shared)
+        return Auto(start=start, eos_ids=context.target.info.eos_ids), policy(shared)
 
     return RequestMaker(make, {"counts": AcceptanceBook()})
 

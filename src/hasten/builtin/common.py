@@ -27,7 +27,7 @@ _GLOBAL_STATES = 8
 
 
 NODES = "rows per pass, the root included; 0: the budget policy chooses each round"
-MOST = "most rows the budget policy considers; 0: as many as are cheap on this machine"
+MOST = "most rows the budget policy considers; 0: by what rows cost on this machine"
 SCOPE = "who shares what is learned: request (nobody), session (this model), global (process)"
 START = "draft for tokens not seen yet by start rows, where the model has some (ours)"
 
@@ -106,6 +106,3 @@ class Policies:
         if self._fixed:
             return FixedPolicy(nodes=self._fixed)
         return BudgetPolicy(self._costs, shared["counts"], most=self.most)
-
-
-policies = Policies

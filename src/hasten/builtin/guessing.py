@@ -14,6 +14,9 @@ from hasten.drafters.ptd import PTD
 from hasten.methods import MakeRequest, Method, MethodContext
 from hasten.policies.base import FixedPolicy
 
+MOST_RIDING = 1024
+RIDING = f"{MOST_RIDING} rows may ride in a pass at most"
+
 TEXT = "store the n-grams of prompt and answer too"
 
 
@@ -32,7 +35,7 @@ class PTDOptions:
     feedback: bool = opt(True, "learn from verified rows")
     text: bool = opt(True, TEXT + " (ours)")
     max_nodes: int = opt(60, "most guesses kept for a key")
-    seed_depth: int = opt(2, "longest of the two chains a draft tree starts with")
+    seed_depth: int = opt(2, "longest of the chains (two at most) a draft tree starts with")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,14 @@ class LookaheadOptions:
     text: bool = opt(True, TEXT + " (the code's POOL_FROM_PROMPT)")
 
 
+def _largest(width: int, depth: int) -> int:
+    """Most nodes of a subtree of `depth` edges that gets one new child per node and round."""
+    sizes = [1]
+    while len(sizes) <= depth and sizes[-1] <= MOST_RIDING:
+        sizes.append(1 + sum(sizes[-width:]))
+    return sizes[-1]
+
+
 def _ptd(options: PTDOptions, context: MethodContext) -> MakeRequest:
     for name, least in (("width", 1), ("depth", 2), ("guess", 1), ("reach", 1)):
         value = getattr(options, name)
@@ -53,6 +64,8 @@ def _ptd(options: PTDOptions, context: MethodContext) -> MakeRequest:
     need("ptd.roots", options.roots >= 0, "at least 0", options.roots)
     need("ptd.key", options.key in (1, 2), "1 or 2", options.key)
     need("ptd.seed_depth", options.seed_depth >= 1, "at least 1", options.seed_depth)
+    most = options.roots * _largest(options.width, options.depth - 1)
+    need("ptd.roots", most <= MOST_RIDING, f"fewer, or width or depth smaller: {RIDING}", most)
 
     def make() -> tuple[PTD, FixedPolicy]:
         drafter = PTD(
@@ -79,6 +92,8 @@ def _lookahead(options: LookaheadOptions, context: MethodContext) -> MakeRequest
     need("lookahead.ngram", options.ngram >= 2, "at least 2", options.ngram)
     need("lookahead.window", options.window >= 0, "at least 0", options.window)
     need("lookahead.guesses", options.guesses >= 1, "at least 1", options.guesses)
+    most = (options.ngram - 1) * options.window
+    need("lookahead.window", most <= MOST_RIDING, f"smaller, or ngram: {RIDING}", most)
 
     def make() -> tuple[Lookahead, FixedPolicy]:
         drafter = Lookahead(
@@ -100,7 +115,7 @@ METHODS = (
         prepare=_ptd,
         options=PTDOptions,
         requires=("rollback", "tree"),
-        needs="tree masks",
+        needs="tree masks, rows to spare",
         variants={
             "paper": {
                 "width": 4,
@@ -119,7 +134,7 @@ METHODS = (
         prepare=_lookahead,
         options=LookaheadOptions,
         requires=("rollback", "tree"),
-        needs="tree masks",
+        needs="tree masks, rows to spare",
         variants={"paper": {"ngram": 5, "window": 7, "guesses": 7, "text": False}},
     ),
 )

@@ -26,7 +26,9 @@ class SuffixOptions:
         0.0,
         "path, tree: tokens drafted per token matched (the paper's: 1); 0: only the budget ends it",
     )
-    max_spec_offset: float = opt(0.0, "path, tree: tokens drafted beyond that")
+    max_spec_offset: float = opt(
+        0.0, "path, tree: tokens drafted beyond that; no effect with factor 0"
+    )
     min_token_prob: float = opt(0.05, "least estimated probability of a path (the paper's: 0.1)")
     scope: str = opt("request", SCOPE)
     cached: int = opt(1000, "answers kept where they are shared; the oldest go first")
@@ -59,6 +61,7 @@ def _suffix(options: SuffixOptions, context: MethodContext) -> RequestMaker:
             offset=offset,
             least=least,
             shared=learned(shared),
+            eos_ids=context.target.info.eos_ids,
         )
         return drafter, policy(shared)
 

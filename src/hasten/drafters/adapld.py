@@ -62,7 +62,8 @@ class AdaPLD(BaseDrafter):
     branches          draft stored candidates
     successors        ... and what followed each of them elsewhere
     successor_length  tokens copied after a branch
-    succ_semantic     let a branch that never occurred have the successor of a resembling token
+    succ_semantic     let a branch that never occurred have the successor of a resembling token,
+                      where `semantic` is on
     succ_query        the hidden state a branch's anchors are compared with: the one at the
                       ``anchor`` it was stored at, or the ``previous`` one, before the pending token
     deep              branch off below drafted tokens too, and go on where a copy reaches the end of
@@ -102,13 +103,14 @@ class AdaPLD(BaseDrafter):
         self.layer, self.breadth, self.copy, self.deep = layer, breadth, copy, deep
         self.semantic, self.branches = semantic and branches, branches
         self.successors = successors and branches
-        self.successor_length, self.succ_semantic = successor_length, succ_semantic
+        self.successor_length = successor_length
+        self.succ_semantic = succ_semantic and self.semantic
         self.succ_query, self.eos_ids = succ_query, eos_ids
         hidden = rerank == "hidden"
         self.needs = Signals(
             topk=breadth + 1 if branches else 0,
             hidden=(layer,) if hidden else (),
-            embeddings=self.semantic or (self.successors and succ_semantic),
+            embeddings=self.semantic,
             prompt=branches or hidden,
         )
         self._memory = ReuseMemory(
@@ -316,7 +318,8 @@ class _Growth:
         position = anchor.position
         agreement = memory.agreement(position, self._last, above)
         rank = BY_RESEMBLANCE if anchor.semantic else strength(agreement)
-        after = (node, position + 1, agreement + 1, drafter.successor_length - 1, SUCCESSOR, rank)
+        agreeing = 0 if anchor.semantic else agreement + 1  # the branch's own token agrees too
+        after = (node, position + 1, agreeing, drafter.successor_length - 1, SUCCESSOR, rank)
         self._push(chance * CHANCES[SUCCESSOR][rank], self._add_copy, after)
         if drafter.deep and not anchor.semantic:
             self._next_branch(node, position, agreement, chance, 0, 0)

@@ -30,14 +30,21 @@ class Auto(BaseDrafter):
 
     breadth   candidates kept per token
     start     candidates of tokens not seen yet (`hasten.start_rows`); None: there are none
+    eos_ids   nothing is drafted after these
     """
 
     name = "auto"
 
-    def __init__(self, *, breadth: int = 8, start: np.ndarray[Any, Any] | None = None) -> None:
-        self.breadth, self._start = breadth, start
+    def __init__(
+        self,
+        *,
+        breadth: int = 8,
+        start: np.ndarray[Any, Any] | None = None,
+        eos_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self.breadth, self._start, self._eos_ids = breadth, start, eos_ids
         self.needs = Signals(topk=breadth, prompt=True)
-        self._suffix = Suffix()
+        self._suffix = Suffix(eos_ids=eos_ids)
         self._successors = SuccessorTable(start=start)
 
     def begin(self, prompt: Sequence[int], signals: RowSignals) -> None:
@@ -59,7 +66,7 @@ class Auto(BaseDrafter):
             child = tree.add(above, token, COPIED, rank)
             assert child is not None  # the guess keeps to the budget
             nodes.append(child)
-        grow_logits(tree, self._successors, self.breadth)
+        grow_logits(tree, self._successors, self.breadth, eos_ids=self._eos_ids)
         return tree.draft()
 
     def observe(self, round: Round) -> None:

@@ -57,7 +57,8 @@ class Drafter(Protocol):
 
     def begin(self, prompt: Sequence[int], signals: RowSignals) -> None:
         """Start a request. With ``needs.prompt`` `signals` are those of the prompt's last rows: all
-        of them, unless an earlier turn's cache made running the first ones unnecessary."""
+        of them, unless an earlier turn's cache made running the first ones unnecessary; the last
+        one alone when there is one token to come."""
         ...
 
     def propose(self, ctx: DraftContext, budget: Budget) -> Draft:

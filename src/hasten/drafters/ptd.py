@@ -36,7 +36,8 @@ class PTD(BaseDrafter):
     text        put the prompt's and the answer's own n-grams into the pool (ours)
     max_nodes   most nodes of a key's trie
     seed_depth  longest seed chain
-    eos_ids     never in the draft tree, never guessed after anything
+    eos_ids     never in the draft tree, nor taken from the target's predictions; the text's own may
+                be guessed
     """
 
     name = "ptd"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hasten.drafters.base import BaseDrafter, DraftContext
 from hasten.drafters.ranks import SUFFIX, suffix_rank
-from hasten.drafters.suffix_guess import Guess, Knobs, blend, branches, path
+from hasten.drafters.suffix_guess import Guess, Knobs, blend, branches, nothing_after, path
 from hasten.drafters.suffix_tree import Match, SuffixTree, TextEnd
 from hasten.errors import OptionError
 from hasten.types import Budget, Draft, DraftTree, Round, RowSignals
@@ -132,6 +132,7 @@ class Suffix(BaseDrafter):
     offset     see `factor`
     least      no drafted path is less likely
     shared     answers shared with other requests; None: there are none
+    eos_ids    nothing is drafted after these
     """
 
     name = "suffix"
@@ -145,6 +146,7 @@ class Suffix(BaseDrafter):
         offset: float = 0.0,
         least: float = 0.05,
         shared: SharedAnswers | None = None,
+        eos_ids: frozenset[int] = frozenset(),
     ) -> None:
         if mode not in MODES:
             raise OptionError(
@@ -152,7 +154,7 @@ class Suffix(BaseDrafter):
             )
         self.mode, self.depth = mode, depth
         self._knobs = Knobs(factor or math.inf, offset, least)
-        self._shared = shared
+        self._shared, self._eos_ids = shared, eos_ids
         self._forget()
 
     def _forget(self) -> None:
@@ -194,6 +196,7 @@ class Suffix(BaseDrafter):
             other = self._shared.guess(ask, self._answer, self._tail)
             if other.score > guess.score:
                 guess, source = other, GLOBAL
+        guess = nothing_after(guess, self._eos_ids)
         self.last_query = SuffixQuery(guess.score, guess.match, guess.probs, guess.tokens, source)
         return guess
 

@@ -8,7 +8,7 @@ has its say as far as the longer ones leave doubt (as in compression by partial 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -40,6 +40,28 @@ class Guess:
     lengths: tuple[int, ...] = ()
     match: int = 0
     score: float = 0.0
+
+
+def nothing_after(guess: Guess, ends: Collection[int]) -> Guess:
+    """The guess without what follows one of the tokens `ends`: an answer is over there."""
+    if not any(token in ends for token in guess.tokens):
+        return guess
+    kept: list[int] = []
+    place = {-1: -1}
+    for at, parent in enumerate(guess.parents):
+        if parent in place and (parent < 0 or guess.tokens[parent] not in ends):
+            place[at] = len(kept)
+            kept.append(at)
+    probs = tuple(guess.probs[at] for at in kept)
+    return Guess(
+        tuple(guess.tokens[at] for at in kept),
+        tuple(place[guess.parents[at]] for at in kept),
+        probs,
+        tuple(guess.chances[at] for at in kept),
+        tuple(guess.lengths[at] for at in kept),
+        guess.match,
+        sum(probs),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,9 @@ import logging
 import math
 import os
 import statistics
+import threading
 import time
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -238,7 +240,7 @@ def measure(
     hits all of them; medians.
 
     Row counts and contexts beyond the target's limit are left out. `seconds` ends it early (each
-    pass is run twice at least, at one context at least). `progress` is called with (done, total).
+    pass is run once at least, at one context at least). `progress` is called with (done, total).
     """
     limit = target.info.context_limit
     contexts = [c for c in contexts if c + max(rows) + repeats < limit] or [max(limit // 4, 1)]
@@ -288,11 +290,13 @@ def _at_context(
         target.prefill(sequence, [i % target.info.vocab_size for i in range(context)])
         for repeat in range(repeats + 1):
             for line, count in zip(samples, rows, strict=True):
-                took = _one(target, sequence, count)
-                if repeat:  # the first turn warms up
-                    line.append(took)
+                line.append(_one(target, sequence, count))
             tell(repeat)
-            if repeat and seconds is not None and time.perf_counter() - started > seconds:
+            late = seconds is not None and time.perf_counter() - started > seconds
+            if repeat == 0 and not late:  # the first turn warms up
+                for line in samples:
+                    line.clear()
+            if late:
                 break
     finally:
         target.close(sequence)
@@ -366,25 +370,41 @@ def save(target: Target, table: CostTable) -> None:
 
 
 def load_or_measure(target: Target) -> CostTable:
-    """The kept table, or one measured now, which takes about two seconds.
+    """The kept table, or one measured now: about two seconds, or half a dozen passes where these
+    are slow.
 
     On a busy machine it is measured twice; if the machine stays busy, the quicker of the two serves
-    this session, with a warning, and is kept for ten minutes only.
+    this session, with a warning, and is kept for ten minutes only. A target's table stays the same
+    as long as it lives.
     """
-    table = load(target)
-    if table is not None:
-        return table
+    with _TABLES_LOCK:
+        table = _TABLES.get(target)
+        if table is None:
+            table = _TABLES[target] = load(target) or _measured(target)
+    return table
+
+
+_TABLES: weakref.WeakKeyDictionary[Target, CostTable] = weakref.WeakKeyDictionary()
+_TABLES_LOCK = threading.Lock()
+
+
+def _measured(target: Target) -> CostTable:
     logger.info("%s: measuring what a pass costs here, once", target.info.name)
+    started = time.perf_counter()
     table = _quick(target)
-    if table.busy:
+    if table.busy and time.perf_counter() - started < 2 * QUICK_SECONDS:
         again = _quick(target)
         table = min((again, table), key=lambda t: (t.busy, -len(t.ms), sum(map(sum, t.ms))))
     if table.busy:
         logger.warning(
             "%s: other work kept the machine busy while costs were measured. They serve this "
-            "session and are measured again later; or run `hasten calibrate` on a quiet machine",
+            "session; one that starts in ten minutes measures again. Or run `hasten calibrate` "
+            "on a quiet machine",
             target.info.name,
         )
+        kept = load(target)
+        if kept is not None and not kept.busy:  # somebody measured better meanwhile
+            return kept
     save(target, table)
     return table
 

@@ -62,6 +62,8 @@ class TargetInfo:
     fingerprint: str = ""
     engine: str = ""
     """``"fused"`` or ``"transformers"``."""
+    whole_prompt: bool = False
+    """A prompt's rotary angles depend on its length: it must be prefilled in one call."""
 
 
 class SequenceHandle(Protocol):

@@ -85,6 +85,7 @@ class TransformersTarget:
             device=facts.device,
             fingerprint=fingerprint,
             engine="transformers",
+            whole_prompt=facts.whole_prompt,
         )
         self.prefill_rows = prefill_rows
         self.multi_row = False
