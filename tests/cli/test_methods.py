@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hasten.methods import all_methods, option_help, parse
+from hasten.methods import MethodSpec, all_methods, option_help, parse
 from tests.cli.conftest import Hasten
 
 
@@ -40,6 +40,14 @@ def test_variants_are_told_in_words_that_method_takes(run: Hasten) -> None:
             run("methods", "prompt-lookup").stdout.split()
         ).replace(",", "")
         assert parse(f"{method['name']}:{name}").name == parse(same).name == "prompt-lookup"
+
+
+def test_no_variant_is_cut_off_on_a_narrow_screen(run: Hasten) -> None:
+    for name, method in all_methods().items():
+        shown = "".join(run("methods", name).stdout.split())
+        for variant, values in method.variants.items():
+            assert f"{name}:{variant}" in shown
+            assert str(MethodSpec(name, options=tuple(values.items()))) in shown
 
 
 def test_json_lists_every_method_with_its_options(run: Hasten) -> None:

@@ -53,7 +53,7 @@ def _print_all(chosen: list[Method]) -> None:
 
 
 def _print_one(method: Method) -> None:
-    from hasten.methods import option_help
+    from hasten.methods import MethodSpec, option_help
 
     console = out()
     head = grid()
@@ -71,9 +71,11 @@ def _print_one(method: Method) -> None:
         console.print("no options")
     if method.variants:
         rows = table("variant", "the same as")
+        rows.columns[0].no_wrap = True
+        rows.columns[1].overflow = "fold"
         for variant, values in method.variants.items():
-            same = ",".join([method.name, *(f"{k}={v}" for k, v in values.items())])
-            rows.add_row(Text(f"{method.name}:{variant}", style="bold"), same)
+            same = MethodSpec(method.name, options=tuple(values.items()))
+            rows.add_row(Text(f"{method.name}:{variant}", style="bold"), str(same))
         console.print(rows)
 
 
