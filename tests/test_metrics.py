@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hasten.metrics import Summary
@@ -83,6 +85,15 @@ def test_times_are_decode_only_and_split_without_overlap() -> None:
 
 def test_host_time_is_never_negative() -> None:
     assert Times(total=1.0, target=1.5).host == 0.0
+
+
+def test_layer_rows_are_counted_per_round_without_the_prefill() -> None:
+    layers = 6
+    trees = [replace(each, layer_rows=layers * len(each.tree or ())) for each in ALL[1:]]
+    summary = Summary.of([replace(PREFILL, layer_rows=600), *trees])
+    assert summary.layer_rows == layers * (summary.drafted + summary.target_passes) == 66
+    assert summary.layer_rows_per_round == 66 / 4
+    assert Summary.of([PREFILL]).layer_rows_per_round == 0.0
 
 
 def test_merging_is_as_adding_all_rounds() -> None:

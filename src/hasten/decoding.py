@@ -105,7 +105,7 @@ class Decoding:
         self._begun = False
         self._context = DraftContext(
             ids=self._shown,
-            sample=partial(self._sample, "token" if verifier is walk else "draft"),
+            sample=self._sample,
             warp=self.sampler.probs,
             greedy=params.is_greedy,
             run_rows=self._run_rows if target.capabilities.layer_ranges else None,
@@ -176,6 +176,7 @@ class Decoding:
     def propose(self) -> Rows:
         """Plan and draft; the rows the target has to run."""
         clock = self._clock = _Clock(started=time.perf_counter())
+        self.staged.layer_rows = 0
         budget = self._budget()
         root = self.ids[-1]
         if budget.nodes == 1 or budget.depth == 0:
@@ -269,6 +270,7 @@ class Decoding:
             logprobs=logprobs,
             finish=cut.finish,
             stop_reason=cut.stop_reason,
+            layer_rows=self.staged.layer_rows,
         )
         self._guard("observe", self.drafter.observe, make(signals=signals))
         self._index += 1
@@ -375,14 +377,16 @@ class Decoding:
         self._clock.draft_model += time.perf_counter() - started
         return hidden
 
-    def _sample(self, purpose: str, probs: torch.Tensor, position: int, count: int) -> list[int]:
+    def _sample(self, probs: torch.Tensor, position: int, count: int) -> list[int]:
         """``ctx.sample``: see `hasten.drafters.base.DraftContext`.
 
         Where the target's own draws are emitted (`match`) the drafter draws with the same noise, so
         that it agrees with the target as often as their distributions allow; what is emitted can't
         change by it. Under `rejection` accepting is a draw of its own, and the draft's noise must
-        be independent of it.
+        be independent of it; and of earlier rounds', because a policy may have learned from how a
+        draft went on beyond a refusal, where the next round draws again.
         """
+        purpose = "token" if self.verifier is walk else f"draft-{self._index}"
         return self.sampler.draw(probs, position, count, purpose)
 
     @property

@@ -20,7 +20,9 @@ class Summary:
     ``depth_drafted[d]`` / ``depth_accepted[d]`` count rounds that drafted / kept a node at depth d
     (d >= 1); their quotient is the acceptance at depth d. ``depth_tried[d]`` counts rounds whose
     kept path reached depth d - 1 and had something drafted below it (see
-    `conditional_acceptance`).
+    `conditional_acceptance`). ``layer_rows`` counts rows x layers of the target run after the
+    prefill, drafting included: where nothing runs twice it is what the passes' rows and the layers
+    say, however the rows were drafted.
     """
 
     new_tokens: int = 0
@@ -30,6 +32,7 @@ class Summary:
     drafted: int = 0
     accepted: int = 0
     draft_rounds: int = 0
+    layer_rows: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     draft_s: float = 0.0
@@ -52,6 +55,7 @@ class Summary:
             return
         self.target_passes += 1
         self.pass_tokens += len(round.emitted)
+        self.layer_rows += round.layer_rows
         _bump(self.accepted_lengths, len(round.emitted))
         self.decode_s += round.times.total
         self.draft_s += round.times.draft
@@ -111,6 +115,12 @@ class Summary:
         """Share of drafted tokens kept, in [0, 1]. It ranks draft budgets wrongly: compare
         `mean_accepted_length`."""
         return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def layer_rows_per_round(self) -> float:
+        """Rows x layers of the target run per round: its layers in plain decoding, (j + 1) times as
+        many where j drafted tokens are verified and nothing runs twice."""
+        return self.layer_rows / self.target_passes if self.target_passes else 0.0
 
     @property
     def tokens_per_s(self) -> float:

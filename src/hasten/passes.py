@@ -18,11 +18,13 @@ class Staged:
 
     The loop answers for them, not the drafter: what is resumed is exactly what was run, each row
     passes each layer once, and hidden states wanted from layers passed early aren't lost.
-    `taps` are the layers whose outputs the drafter wants of every row.
+    `taps` are the layers whose outputs the drafter wants of every row; `layer_rows` counts rows x
+    layers run, for drafting and for verification, rows given up included.
     """
 
     def __init__(self, target: Target, taps: Sequence[int]) -> None:
         self._target, self._taps = target, tuple(taps)
+        self.layer_rows = 0
         self.clear()
 
     def clear(self) -> None:
@@ -85,6 +87,7 @@ class Staged:
         rows = Rows(sequence, tuple(self.tokens[first:]), tuple(self.parents[first:]))
         taps = tuple(sorted({*wanted, *more}))
         (passed,) = self._target.forward([rows], layers=(low, high), taps=taps)
+        self.layer_rows += len(rows.tokens) * (high - low)
         for layer in wanted:
             self._hidden.setdefault(layer, []).append(passed.hidden[layer])
         return passed
@@ -126,6 +129,9 @@ def run_pass(
     target: Target, rows: Sequence[Rows], taps: Sequence[int], staged: Sequence[Staged]
 ) -> list[Pass]:
     """One full pass; rows that already ran some layers (early exit) resume where they stand."""
+    for r, s in zip(rows, staged, strict=True):
+        if not s.frontiers:
+            s.layer_rows += len(r.tokens) * target.info.num_layers
     if not any(s.frontiers for s in staged):
         return target.forward(rows, taps=taps)
     return [

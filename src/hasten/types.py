@@ -242,6 +242,8 @@ class Round:
     accepted  indices of the kept nodes, the root first; () for the prefill.
     emitted   new tokens, in order; ``len(emitted) == len(accepted)`` unless cut by a stop.
     signals   of every row of the pass (tree nodes, then extra rows), as the drafter asked.
+    layer_rows  rows x layers of the target run for this round, drafting included; 0 for the
+              prefill.
     """
 
     index: int
@@ -255,6 +257,7 @@ class Round:
     finish: FinishReason | None = None
     stop_reason: int | str | None = None
     """The end-of-sequence id or the stop string that ended the request; None for a length."""
+    layer_rows: int = 0
 
     @property
     def drafted(self) -> int:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from hasten.bench import BenchConfig, Report, peers
 from hasten.bench.peers import Peer, PeerContext, TransformersPeer, make_peers
 from hasten.bench.runner import run
 from hasten.bench.stats import Answer
-from hasten.errors import OptionError
+from hasten.errors import ModelError, OptionError
 
 NAMES = ("peer:transformers", "peer:transformers-prompt-lookup")
 
@@ -23,6 +24,25 @@ def report(tiny: hasten.LLM) -> Report:
         methods=(), suite="mini", limit=6, max_new_tokens=16, peers=("transformers",)
     )
     return run(config, llm=tiny)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> hasten.LLM:
+    """Four layers, of which the last one changes little: leaving before it is often right."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("deep-llama")
+    for file in tiny_folder.iterdir():
+        if file.name not in ("config.json", "model.safetensors"):
+            shutil.copy(file, folder)
+    config = LlamaConfig.from_pretrained(tiny_folder, num_hidden_layers=4)
+    with torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(1)
+        model = LlamaForCausalLM(config)
+    for product in (model.model.layers[3].self_attn.o_proj, model.model.layers[3].mlp.down_proj):
+        product.weight.data *= 0.1
+    model.save_pretrained(folder)
+    return hasten.load(str(folder), method="ar", dtype="float32", device="cpu")
 
 
 def context(llm: hasten.LLM) -> PeerContext:
@@ -49,6 +69,67 @@ def test_peers_tell_no_times_per_round(report: Report) -> None:
         row = report.row(name)
         assert row.draft_ms_per_round is row.verify_ms_per_round is row.extra["pass_ms"] is None
         assert row.extra["faults"] == 0
+
+
+# -- transformers' early exit ----------------------------------------------------------------------
+
+
+def test_early_exit_answers_as_plain_decoding_does_and_counts_its_passes(
+    deep: hasten.LLM,
+) -> None:
+    names = ("transformers-early-exit", "transformers-early-exit=3")
+    config = BenchConfig(methods=(), suite="mini", limit=2, max_new_tokens=10, peers=names)
+    made = run(config, llm=deep)
+    assert made.methods == ("ar", *(f"peer:{name}" for name in names))
+    for name in names:
+        row = made.row(f"peer:{name}")
+        assert row.identical == row.prompts == 2
+        assert row.mean_accepted_length is not None
+        assert row.mean_accepted_length >= 1.0
+        assert row.extra["faults"] == 0
+    kept = made.row("peer:transformers-early-exit=3").mean_accepted_length
+    assert kept is not None
+    assert kept > 1.0, "no draft was kept: this shows little"
+
+
+def test_early_exit_leaves_after_a_quarter_of_the_layers_unless_told(deep: hasten.LLM) -> None:
+    def options(*names: str) -> list[dict[str, Any]]:
+        return [peer._options for peer in make_peers(names, context(deep))]  # type: ignore[attr-defined]
+
+    assert options("transformers-early-exit") == [{"assistant_early_exit": 1}]
+    assert options("transformers-early-exit=2") == [{"assistant_early_exit": 2}]
+
+
+@pytest.mark.parametrize("layer", ["0", "4", "-1", "two", "1.5"])
+def test_an_exit_the_model_hasnt_is_refused_before_it_is_loaded(
+    layer: str, deep: hasten.LLM
+) -> None:
+    with pytest.raises(OptionError, match=rf"peers: transformers-early-exit={layer}.*1 to 3"):
+        make_peers([f"transformers-early-exit={layer}"], context(deep))
+
+
+def test_a_peer_without_options_refuses_one(deep: hasten.LLM) -> None:
+    with pytest.raises(OptionError, match="peers: transformers takes no option"):
+        make_peers(["transformers=4"], context(deep))
+
+
+def test_a_model_transformers_cant_exit_early_is_refused_when_prepared(deep: hasten.LLM) -> None:
+    (peer,) = make_peers(["transformers-early-exit"], context(deep))
+
+    class Refusing:
+        device = torch.device("cpu")
+
+        def get(self) -> Refusing:
+            return self
+
+        def generate(self, *inputs: Any, **options: Any) -> Any:
+            raise ValueError("assisted generation isn't supported")
+
+    peer._shared = Refusing()  # type: ignore[attr-defined]
+    with pytest.raises(
+        ModelError, match=r"can't exit this model early.*isn't supported.*Leave out"
+    ):
+        peer.prepare()
 
 
 class Blockwise:
@@ -91,7 +172,8 @@ def test_peers_share_one_model_and_leave_progress_bars_as_they_were(
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", counted)
     before = logging.is_progress_bar_enabled()
-    for peer in make_peers(["transformers", "transformers"], context(tiny)):
+    names = ["transformers", "transformers-early-exit", "transformers"]
+    for peer in make_peers(names, context(tiny)):
         peer.prepare()
     assert len(loads) == 1
     assert logging.is_progress_bar_enabled() == before

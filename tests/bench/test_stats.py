@@ -32,6 +32,7 @@ def summary(*blocks: int) -> Summary:
                 accepted=tuple(range(count)),
                 sources=("", *["copy"] * 4),
                 times=Times(total=0.010, draft=0.001, target=0.007, topk=0.001),
+                layer_rows=5 * 30,
             )
         )
     return Summary.of(rounds)
@@ -150,6 +151,7 @@ def test_acceptance_is_told_by_length_depth_and_source() -> None:
         "rate": 4 / 12,
     }
     assert row.extra["drafted_per_round"] == 4.0
+    assert row.extra["layer_rows_per_round"] == 150.0
 
 
 def test_repeats_do_not_multiply_counts() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,15 +17,18 @@ from hasten import methods
 from hasten.decode import decode
 from hasten.decoding import Decoding
 from hasten.drafters.base import Drafter
+from hasten.exits import store
 from hasten.metrics import Summary
 from hasten.policies.base import FixedPolicy, Policy
 from hasten.policies.cost import CostTable
 from hasten.stopping import Stopper
+from hasten.targets.base import TargetInfo
 from hasten.text import TextStream
 from hasten.types import FinishReason, Round, SamplingParams, TokenLogprob
 from hasten.verify import VERIFIERS, Verifier
 from tests.conformance.drafters import KINDS, KNOWING, ResumingTree, TestDrafter
 from tests.conformance.toy_target import ToyTarget, ToyTokenizer
+from tests.exits import exit_models
 
 REGISTERED: dict[str, tuple[str, ...]] = {
     "ar": ("ar",),
@@ -53,9 +58,19 @@ REGISTERED: dict[str, tuple[str, ...]] = {
     ),
     "ptd": ("ptd", "ptd:paper", "ptd,text=off,spine=off,roots=3,key=1", "ptd,roots=0"),
     "lookahead": ("lookahead", "lookahead:paper", "lookahead,ngram=2,window=3,text=off"),
+    "early-exit": (
+        "early-exit:layerskip",
+        "early-exit:layerskip,exits=3,draw=off,length=4",
+        "early-exit,head=own,exits=1+2+3,rule=lite,threshold=0.3",
+        "early-exit,modules=toy,exits=2,rule=draft-verify,threshold=0.1,keep=on",
+        "early-exit:tree,modules=toy",
+        "early-exit:lookup,modules=toy",
+    ),
+    "del": ("del,head=own,exits=1+3", "del,modules=toy,ending=both"),
     "auto": ("auto",),
 }
-"""How each registered method is prepared here; `load_other` knows the models named."""
+"""How each registered method is prepared here; `load_other` knows the models named, ``modules=toy``
+are the random exit modules of `toy_modules`."""
 
 
 COSTS = CostTable("toy", (1, 4, 16, 64), (64,), ((10.0, 11.0, 14.0, 26.0),))
@@ -84,10 +99,27 @@ def _registered(text: str) -> MakeDrafter:
         if "tree" in methods.get(methods.parse(text).name).requires:
             # Refused on a target without tree masks; the drafter copes with one all the same.
             target = ToyTarget(vocab=target.info.vocab_size, eos_ids=tuple(target.info.eos_ids))
+        spec = methods.parse(text.replace("=toy", f"={toy_modules(target.info)}"))
         context = methods.MethodContext(target, ToyTokenizer(), load_other, COSTS)
-        return methods.prepare(methods.parse(text), context)()[0]
+        return methods.prepare(spec, context)()[0]
 
     return make
+
+
+_FOLDER = tempfile.TemporaryDirectory(prefix="hasten-toy-exits-")
+
+
+def toy_modules(info: TargetInfo) -> Path:
+    """A folder with exit modules of all kinds with random tensors for this toy target, over half
+    of its ids; by chance some of their drafts are right."""
+    folder = Path(_FOLDER.name) / f"{info.fingerprint}-{info.vocab_size}"
+    if not folder.is_dir():
+        kinds = (("deep", 0), ("affine", 1), ("adapter", 2), ("deep", 3))
+        size = info.hidden_size
+        made = [exit_models.config(kind, at, size, deep_at=(2, 4)) for kind, at in kinds]
+        tensors = [(each, exit_models.random_tensors(each)) for each in made]
+        store.save(folder, info.fingerprint, range(0, info.vocab_size, 2), tensors, {})
+    return folder
 
 
 DRAFTERS: dict[str, MakeDrafter] = {
@@ -100,7 +132,11 @@ TREE_DRAFTERS: dict[str, MakeDrafter] = {**DRAFTERS, ResumingTree.name: _toy(Res
 """Every drafter, for targets with tree masks."""
 
 DRAWING = {"drawn", "drawn-tree", "mixed"} | {
-    t for t in DRAFTERS if t.startswith("draft-model") and "draw=off" not in t
+    t
+    for t in DRAFTERS
+    if t.startswith(("draft-model", "early-exit", "del,"))
+    and "draw=off" not in t
+    and not t.startswith(("early-exit:tree", "early-exit:lookup"))
 }
 """Those that draw: under `rejection` their answers are right in distribution, not by token."""
 

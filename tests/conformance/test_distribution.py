@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,9 +15,10 @@ import torch
 from scipy.stats import chi2
 
 from hasten.decode import decode
+from hasten.drafters.base import BaseDrafter, DraftContext
 from hasten.judge import PassJudge
 from hasten.sampling import Sampler
-from hasten.types import DraftTree, SamplingParams
+from hasten.types import Budget, Draft, DraftTree, SamplingParams
 from hasten.verify import Judge, Verdict, Verifier, rejection, walk
 from tests.conformance.drafters import Drawn, DrawnTree, Mixed
 from tests.conformance.harness import TREE_DRAFTERS, prompt_of, request
@@ -188,6 +190,41 @@ def test_the_loop_keeps_the_targets_distribution_under_rejection(
     assert p_value(counts, exact(CUT, IDS, 3)) > FAIR
 
 
+class Remembering(BaseDrafter):
+    """Goes on only where its last draft was long; how long that was depends on its second token.
+
+    After a refusal of the first, the next round draws at the second's position. Were that draw the
+    same as before, going on would amount to having looked at it.
+    """
+
+    name = "remembering"
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def propose(self, ctx: DraftContext, budget: Budget) -> Draft:
+        prefix, tokens, q = list(ctx.ids), [], {}
+        first, even = len(prefix) == len(IDS) + 1, torch.full((VOCAB,), 1 / VOCAB)
+        if first or self._last == 3:
+            unlikely = torch.softmax(-TARGET.logits_after(prefix), -1)
+            for guess in (unlikely, even) if first else (even,):
+                q[len(tokens)] = guess
+                tokens += ctx.sample(guess, len(prefix) + len(tokens), 1)
+        long = first and tokens[1] % 2 == 1
+        self._last = 3 if long else len(tokens)
+        return Draft(DraftTree.chain(prefix[-1], [*tokens, 0] if long else tokens), q=q)
+
+
+def test_rejection_stays_exact_when_a_draft_remembers_how_long_the_last_one_was() -> None:
+    target = ToyTarget(vocab=VOCAB, scale=1.0, seed=5, eos_ids=())
+    longer = replace(FLAT, max_new_tokens=5)
+    counts: Counter[tuple[int, ...]] = Counter()
+    for seed in range(RUNS):
+        asked = request(target, IDS, longer, Remembering(), nodes=7, verifier=rejection, seed=seed)
+        counts[tuple(t for _, r in decode([asked]) for t in r.emitted)[:3]] += 1
+    assert p_value(counts, exact(FLAT, IDS, 3)) > FAIR
+
+
 # -- biased rules must fail ------------------------------------------------------------------------
 
 
@@ -262,6 +299,10 @@ def test_the_one_node_rule_without_a_fault_passes() -> None:
     assert p_value(counts, exact(FLAT, IDS, 2)) > FAIR
 
 
+def _draws(sampler: Sampler, probs: torch.Tensor, position: int, count: int) -> list[int]:
+    return sampler.draw(probs, position, count, "draft")
+
+
 def test_match_accepts_more_when_drafts_are_drawn_with_the_targets_noise() -> None:
     """The near model's own draws, with the target's noise and with noise of its own."""
     lengths = {}
@@ -273,7 +314,7 @@ def test_match_accepts_more_when_drafts_are_drawn_with_the_targets_noise() -> No
             drafter = TREE_DRAFTERS["draft-model,model=near"](target, [], seed)
             asked = request(target, prompt_of(seed), params, drafter, nodes=5, seed=seed)
             if purpose == "draft":
-                asked._context.sample = partial(asked._sample, "draft")
+                asked._context.sample = partial(_draws, asked.sampler)
             made = [each for _, each in decode([asked])]
             passes += len(made) - 1
             tokens += sum(len(each.emitted) for each in made[1:])

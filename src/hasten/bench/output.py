@@ -51,6 +51,7 @@ class Row:
     - ``accepted_length_histogram``: rounds by tokens emitted
     - ``acceptance_by_depth``, ``acceptance_by_source``: ``drafted``, ``accepted`` and ``rate``
     - ``drafted_per_round``: draft tokens verified per pass
+    - ``layer_rows_per_round``: rows x layers of the target run per round, drafting included
     - ``near_ties``, ``faults``, ``unexplained``: the prompts that aren't identical, by kind; a
       fault is a lossless method's difference without excuse
     - ``differences`` (overall only): one line for each of them

@@ -1,8 +1,9 @@
 """Other libraries measured in the same run, on the same weights, dtype, prompts and clock.
 
 A peer is a row of its own, named ``peer:NAME``. One name on the command line may stand for several
-peers (``transformers``: plain `generate`, and its prompt lookup). To add one, write a class with
-the methods of `Peer` and put a function that makes it into `PEERS`.
+peers (``transformers``: plain `generate`, and its prompt lookup), and carry an option
+(``transformers-early-exit=4``: its self-speculation, left after layer 4). To add one, write a class
+with the methods of `Peer` and put a function that makes it into `PEERS`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -42,10 +43,16 @@ class Peer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PeerContext:
-    """What peers are made for: the target's facts and where its weights came from."""
+    """What peers are made for: the target's facts and where its weights came from.
+
+    option  what followed ``=`` in the peer's name, if anything
+    shared  what peers of one run share, by a name of theirs
+    """
 
     info: TargetInfo
     source: ModelSource
+    option: str = ""
+    shared: dict[str, Any] = field(default_factory=dict)
 
 
 # -- transformers ----------------------------------------------------------------------------------
@@ -158,8 +165,13 @@ class TransformersPeer:
         )
 
 
+def _shared_model(context: PeerContext) -> _SharedModel:
+    made: _SharedModel = context.shared.setdefault("transformers", _SharedModel(context))
+    return made
+
+
 def _transformers(context: PeerContext) -> list[Peer]:
-    shared = _SharedModel(context)
+    shared = _shared_model(context)
     lookup = {"prompt_lookup_num_tokens": 10}
     return [
         TransformersPeer("peer:transformers", shared, {}),
@@ -167,20 +179,73 @@ def _transformers(context: PeerContext) -> list[Peer]:
     ]
 
 
+class EarlyExitPeer(TransformersPeer):
+    """Self-speculation as transformers has it, with its defaults: the first `layer` layers and the
+    model's own norm and head draft, with a cache of their own, and verification runs all layers.
+
+    It needs a model that was trained for it (LayerSkip) to gain anything.
+    """
+
+    def __init__(self, name: str, shared: _SharedModel, layer: int) -> None:
+        super().__init__(name, shared, {"assistant_early_exit": layer})
+
+    def prepare(self) -> None:
+        """Load the model and try it once. Raises ModelError when transformers can't exit it
+        early."""
+        super().prepare()
+        try:
+            self.run([0, 1], 2)
+        except (
+            AttributeError,
+            IndexError,
+            NotImplementedError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise ModelError(
+                f"transformers can't exit this model early ({error}). Leave out {self.name}"
+            ) from error
+
+
+def _transformers_early_exit(context: PeerContext) -> list[Peer]:
+    layers, text = context.info.num_layers, context.option
+    try:
+        layer = int(text) if text else max(layers // 4, 1)
+    except ValueError:
+        layer = 0
+    if not 1 <= layer < layers:
+        raise OptionError(
+            "peers",
+            f"transformers-early-exit={text}: there is no such exit in {context.info.name}",
+            f"Name a layer from 1 to {layers - 1}, or none for a quarter of them",
+        )
+    name = f"peer:transformers-early-exit{f'={layer}' if text else ''}"
+    return [EarlyExitPeer(name, _shared_model(context), layer)]
+
+
 # -- registry --------------------------------------------------------------------------------------
 
 PEERS: dict[str, Callable[[PeerContext], list[Peer]]] = {
     "transformers": _transformers,
+    "transformers-early-exit": _transformers_early_exit,
     "llama-cpp": llama_cpp_peers.make,
 }
 """What ``--peers`` may name, and the peers each name stands for."""
 
+WITH_OPTION = {"transformers-early-exit"}
+"""Names that may be given as ``NAME=OPTION``."""
+
 
 def check_peers(names: Sequence[str]) -> None:
-    """Raise OptionError for a name that isn't in `PEERS`, or whose library isn't installed."""
-    for name in names:
+    """Raise OptionError for a name that isn't in `PEERS`, an option it doesn't take, or a library
+    that isn't installed."""
+    for text in names:
+        name, equals, _ = text.partition("=")
         if name not in PEERS:
             raise OptionError("peers", f"unknown peer {name!r}", f"Known: {', '.join(PEERS)}")
+        if equals and name not in WITH_OPTION:
+            raise OptionError("peers", f"{name} takes no option, got {text!r}")
         if name == "llama-cpp":
             llama_cpp_peers.package()
 
@@ -188,4 +253,8 @@ def check_peers(names: Sequence[str]) -> None:
 def make_peers(names: Sequence[str], context: PeerContext) -> list[Peer]:
     """The peers that `names` stand for; nothing is loaded yet. Raises OptionError."""
     check_peers(names)
-    return [peer for name in dict.fromkeys(names) for peer in PEERS[name](context)]
+    made = []
+    for text in dict.fromkeys(names):
+        name, _, option = text.partition("=")
+        made += PEERS[name](replace(context, option=option))
+    return made

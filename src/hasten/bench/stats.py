@@ -313,6 +313,7 @@ def _acceptance(answers: Sequence[Answer]) -> dict[str, Any]:
         return {}
     return {
         "drafted_per_round": total.drafted / total.target_passes if total.target_passes else 0.0,
+        "layer_rows_per_round": total.layer_rows_per_round,
         "accepted_length_histogram": {str(k): v for k, v in sorted(total.accepted_lengths.items())},
         "acceptance_by_depth": _shares(total.depth_drafted, total.depth_accepted),
         "acceptance_by_source": _shares(total.source_drafted, total.source_accepted),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hasten.builtin import adapld, auto, basic, guessing, racer, suffix
+from hasten.builtin import adapld, auto, basic, early_exit, guessing, racer, suffix
 
 METHODS = (
     *basic.METHODS,
@@ -10,5 +10,6 @@ METHODS = (
     *suffix.METHODS,
     *adapld.METHODS,
     *guessing.METHODS,
+    *early_exit.METHODS,
     *auto.METHODS,
 )

@@ -7,13 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from hasten.builtin.common import MOST, START, Policies, opt, start_for
 from hasten.drafters.ar import Plain
 from hasten.drafters.auto import Auto
 from hasten.drafters.base import Drafter
+from hasten.exits import store
+from hasten.exits.bank import ExitBank
 from hasten.methods import Method, MethodContext, RequestMaker
 from hasten.policies.base import FixedPolicy, Policy
 from hasten.policies.budget import AcceptanceBook
+from hasten.targets.base import Target
+from hasten.targets.fused_weights import make_linear
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +30,20 @@ class AutoOptions:
 
     most: int = opt(0, MOST)
     start: bool = opt(True, START)
+    exits: bool = opt(
+        True, "ask the exit module shipped for these weights where copies aren't sure"
+    )
+
+
+def _module_at_zero(target: Target) -> ExitBank | None:
+    """The shipped module that drafts before the trunk runs; None where there is none."""
+    if not target.capabilities.layer_ranges:
+        return None
+    stored = store.shipped(target.info)
+    if stored is None or all(config.layer for config in stored.configs):
+        return None
+    with torch.inference_mode():
+        return store.build(target, stored, make_linear).pick((0,), "auto.exits")
 
 
 def _auto(options: AutoOptions, context: MethodContext) -> RequestMaker:
@@ -33,9 +53,12 @@ def _auto(options: AutoOptions, context: MethodContext) -> RequestMaker:
         return RequestMaker(lambda shared: (Plain(), FixedPolicy(nodes=1)))
     policy = Policies("auto", 0, options.most, context, stretch=2)
     start = start_for(options.start, context)
+    exits = _module_at_zero(context.target) if options.exits else None
+
+    eos = context.target.info.eos_ids
 
     def make(shared: Mapping[str, Any]) -> tuple[Drafter, Policy]:
-        return Auto(start=start, eos_ids=context.target.info.eos_ids), policy(shared)
+        return Auto(start=start, exits=exits, eos_ids=eos), policy(shared)
 
     return RequestMaker(make, {"counts": AcceptanceBook()})
 

@@ -12,17 +12,25 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from hasten.drafters.base import BaseDrafter, DraftContext
+from hasten.drafters.exit_session import ExitSession
+from hasten.drafters.exit_tree import Growth, grow
 from hasten.drafters.logits_tree import grow_logits
-from hasten.drafters.ranks import COPIED, agreement, copied_rank
+from hasten.drafters.ranks import CHECKED, COPIED, MAX_LENGTH, agreement, checked_rank, copied_rank
 from hasten.drafters.successors import SuccessorTable
 from hasten.drafters.suffix import Suffix
+from hasten.drafters.suffix_guess import Guess
 from hasten.drafters.tree_builder import TreeBuilder
+from hasten.exits.bank import ExitBank
 from hasten.types import Budget, Draft, Round, RowSignals, Signals
 
 COPIES = 0.75
 """Share of the budget that copies may take."""
+SURE = 0.8
+"""Where a copy's first token has at least this chance, the module isn't asked."""
+GROWTH = Growth(steps=2)
 
 
 class Auto(BaseDrafter):
@@ -30,6 +38,7 @@ class Auto(BaseDrafter):
 
     breadth   candidates kept per token
     start     candidates of tokens not seen yet (`hasten.start_rows`); None: there are none
+    exits     a module at exit 0, asked where copies aren't sure; None: there is none
     eos_ids   nothing is drafted after these
     """
 
@@ -40,10 +49,16 @@ class Auto(BaseDrafter):
         *,
         breadth: int = 8,
         start: np.ndarray[Any, Any] | None = None,
+        exits: ExitBank | None = None,
+        growth: Growth = GROWTH,
+        sure: float = SURE,
         eos_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.breadth, self._start, self._eos_ids = breadth, start, eos_ids
-        self.needs = Signals(topk=breadth, prompt=True)
+        self._session = None if exits is None else ExitSession(exits)
+        self._growth, self._sure = growth, sure
+        taps = () if exits is None else exits.taps
+        self.needs = Signals(topk=breadth, hidden=taps, prompt=True)
         self._suffix = Suffix(eos_ids=eos_ids)
         self._successors = SuccessorTable(start=start)
 
@@ -51,6 +66,8 @@ class Auto(BaseDrafter):
         """Count the prompt and store its candidates."""
         self._suffix.begin(prompt, signals)
         self._successors = SuccessorTable(start=self._start)
+        if self._session is not None:
+            self._session.begin(prompt, signals)
         if signals.topk_ids is not None:
             self._successors.update(prompt[-len(signals.topk_ids) :], signals.topk_ids)
 
@@ -66,16 +83,47 @@ class Auto(BaseDrafter):
             child = tree.add(above, token, COPIED, rank)
             assert child is not None  # the guess keeps to the budget
             nodes.append(child)
-        grow_logits(tree, self._successors, self.breadth, eos_ids=self._eos_ids)
+        rivals: dict[int, int] = {}
+        if self._session is not None and not self._copies_are_sure(guess):
+            rivals = self._ask(tree, ctx, dict(zip(nodes, guess.chances, strict=True)))
+        grow_logits(tree, self._successors, self.breadth, rivals=rivals, eos_ids=self._eos_ids)
         return tree.draft()
+
+    def _copies_are_sure(self, guess: Guess) -> bool:
+        return any(
+            parent < 0 and chance >= self._sure
+            for parent, chance in zip(guess.parents, guess.chances, strict=True)
+        )
+
+    @torch.inference_mode()
+    def _ask(
+        self, tree: TreeBuilder, ctx: DraftContext, copied: dict[int, float]
+    ) -> dict[int, int]:
+        """Add the module's candidates; what it says about copied tokens goes into their ranks. The
+        nodes it was asked at, which make stored candidates below them less likely."""
+        session = self._session
+        assert session is not None
+        run = session.runs[0]
+        said = grow(tree, session, run, ctx, self._growth, eos_ids=self._eos_ids)
+        for node, chance in copied.items():
+            pairs = said.get(tree.parents[node])
+            if pairs is not None:
+                named = dict(pairs).get(tree.tokens[node], 0.0)
+                tree.sources[node] = CHECKED
+                tree.ranks[node] = checked_rank(chance, named)
+        return dict.fromkeys(said, MAX_LENGTH)
 
     def observe(self, round: Round) -> None:
         """Count what was emitted, store what was evaluated."""
         self._suffix.observe(round)
+        if self._session is not None:
+            self._session.observe(round)
         if round.tree is not None and round.signals.topk_ids is not None:
             self._successors.update(round.tree.tokens, round.signals.topk_ids, round.accepted)
 
     def end(self) -> None:
         """Leave no trace of the request."""
         self._suffix.end()
+        if self._session is not None:
+            self._session.end()
         self._successors.reset()

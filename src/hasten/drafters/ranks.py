@@ -17,6 +17,9 @@ MAX_LENGTH = 5
 """Matches of this length and more are counted together."""
 POOL = "pool"
 SUFFIX, COPIED = "suffix", "copied"
+MODULE, CHECKED = "module", "checked"
+MODULE_CHANCES = (0.03, 0.06, 0.12, 0.2, 0.3, 0.45, 0.6, 0.8)
+"""Where a module's probabilities are told apart."""
 SUFFIX_SIZES = (1, 2, 3, 5, 8, 16)
 """Longest match of each size but the last."""
 
@@ -55,6 +58,17 @@ def suffix_rank(length: int, chance: float) -> int:
     return 8 * bisect_left(SUFFIX_SIZES, length) + min(int(8 * chance), 7)
 
 
+def module_rank(chance: float) -> int:
+    """Rank of a node that an exit module gives the probability `chance` after its parent."""
+    return bisect_left(MODULE_CHANCES, chance)
+
+
+def checked_rank(chance: float, said: float) -> int:
+    """Rank of a copied token that an exit module was asked about too: quarters of the chance by the
+    counts alone, and the module's probability (0 where it didn't name the token)."""
+    return 10 * min(int(4 * chance), 3) + (1 + module_rank(said) if said else 0)
+
+
 def pool_rank(place: int, *, single: bool) -> int:
     """Rank of a guess from a pool: its place among its siblings, the newest first (from the third
     on alike), and whether it was found by a single token."""
@@ -76,6 +90,13 @@ def prior(source: str, rank: int, depth: int) -> float:
         return min(0.15 + 0.1 * rank + 0.1 * (depth - 1), 0.7)
     if source == SUFFIX:
         return (_SUFFIX_ONE if rank < 8 else _SUFFIX_MORE)[rank % 8]
+    if source == MODULE:
+        return (0.02, 0.04, 0.08, 0.14, 0.22, 0.33, 0.47, 0.62, 0.8)[rank % 9]
+    if source == CHECKED:
+        level, said = divmod(rank, 10)
+        copied = (0.12, 0.3, 0.5, 0.75)[level]
+        alone = prior(MODULE, said - 1, depth) if said else 0.0
+        return 1.0 - (1.0 - 0.7 * copied) * (1.0 - alone)
     if source == POOL:
         single, place = divmod(rank, 3)
         return (0.2 if single else 0.3) * 0.5**place

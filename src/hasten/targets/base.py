@@ -16,7 +16,16 @@ import torch
 from hasten.errors import ContextError
 from hasten.types import Pass, Rows
 
-__all__ = ["Capabilities", "Pass", "Rows", "SequenceHandle", "Target", "TargetInfo", "check_prompt"]
+__all__ = [
+    "Capabilities",
+    "Ends",
+    "Pass",
+    "Rows",
+    "SequenceHandle",
+    "Target",
+    "TargetInfo",
+    "check_prompt",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +73,20 @@ class TargetInfo:
     """``"fused"`` or ``"transformers"``."""
     whole_prompt: bool = False
     """A prompt's rotary angles depend on its length: it must be prefilled in one call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """A target's first and last tensors, in its dtype on its device; nobody changes them.
+
+    embeddings and head ``(vocab, hidden_size)``, norm ``(hidden_size,)``: the last norm's weight,
+    with `eps`.
+    """
+
+    embeddings: torch.Tensor
+    head: torch.Tensor
+    norm: torch.Tensor
+    eps: float
 
 
 class SequenceHandle(Protocol):

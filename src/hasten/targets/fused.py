@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 
 from hasten.errors import CacheStateError, CapabilityError, ContextError, OptionError
-from hasten.targets.base import Capabilities, Pass, Rows, TargetInfo
+from hasten.targets.base import Capabilities, Ends, Pass, Rows, TargetInfo
 from hasten.targets.cache import CachedSequence, KVStore
 from hasten.targets.fused_config import ARCHITECTURES, read_config, unsupported_reason
 from hasten.targets.fused_layers import Attention, Decoder, Rotary, causal_mask
-from hasten.targets.fused_weights import Checkpoint, load_layer, make_linear
+from hasten.targets.fused_weights import Checkpoint, Shape, load_layer, make_linear
 
 _CHUNK = 256
 """Prompt rows per pass."""
@@ -48,7 +48,7 @@ class FusedTarget:
         self.layer_rows = 0
         self._decoder, self._rotary = decoder, rotary
         self._embeddings, self._norm = embeddings, norm
-        self._head = make_linear(head)
+        self._head, self._tied = make_linear(head), head is embeddings
         shape = decoder.shape
         self._store = KVStore(
             layers=shape.layers,
@@ -118,6 +118,11 @@ class FusedTarget:
             return cls(info, decoder, Rotary(frequencies, shape), embeddings, norm, head)
 
     @property
+    def shape(self) -> Shape:
+        """The decoder's sizes, dtype and device."""
+        return self._decoder.shape
+
+    @property
     def bytes_in_use(self) -> int:
         """Bytes of keys and values held for all sequences, shared ones counted once."""
         return self._store.bytes_in_use
@@ -160,6 +165,12 @@ class FusedTarget:
         with torch.inference_mode():
             ids = torch.tensor(list(tokens), dtype=torch.int64, device=self.info.device)
             return F.embedding(ids, self._embeddings)
+
+    def ends(self) -> Ends:
+        """The model's first and last tensors, for drafters that share them. A packed head that
+        isn't the embeddings is unpacked: a copy of its own."""
+        head = self._embeddings if self._tied else self._head.dense()
+        return Ends(self._embeddings, head, self._norm, self._decoder.shape.eps)
 
     def prefill(
         self,

@@ -35,6 +35,10 @@ class Linear(Protocol):
         """The product plus `residual` ``(rows, out)``, as a new tensor."""
         ...
 
+    def dense(self) -> torch.Tensor:
+        """The weight ``(out, in)``, as it was given."""
+        ...
+
 
 class DenseLinear:
     """`torch.nn.functional.linear`: any device and dtype."""
@@ -51,6 +55,10 @@ class DenseLinear:
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """The product plus `residual`."""
         return F.linear(x, self.weight, self.bias).add_(residual)
+
+    def dense(self) -> torch.Tensor:
+        """The weight."""
+        return self.weight
 
 
 class PackedLinear:
@@ -84,6 +92,11 @@ class PackedLinear:
             x, residual = x.expand(2, -1), residual.expand(2, -1)
         out: torch.Tensor = self._linear_add(x, residual, self.weight, self.bias, "add")
         return out.narrow(0, 0, 1) if single else out
+
+    def dense(self) -> torch.Tensor:
+        """A plain copy of the weight."""
+        weight: torch.Tensor = self.weight.to_dense()
+        return weight
 
 
 @cache

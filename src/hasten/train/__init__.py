@@ -1,0 +1,1 @@
+"""Training of the learned parts (extra ``train``): data, exit modules, layer-skip variants."""

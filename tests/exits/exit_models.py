@@ -1,0 +1,100 @@
+"""Tiny exit modules with random tensors, over a tiny fused target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from hasten.exits.bank import ExitBank, assemble
+from hasten.exits.config import ExitConfig
+from hasten.exits.modules import ExitModule
+from hasten.targets.fused import FusedTarget
+from hasten.targets.fused_weights import make_linear
+
+LAYERS = 6
+VOCAB = 199
+"""Of `target`."""
+
+
+def config(
+    kind: str, layer: int, hidden: int, *, deep_at: Sequence[int] = (3, LAYERS), **changes: Any
+) -> ExitConfig:
+    sizes: dict[str, Any] = {"lens": {}, "affine": {"rank": 4}}.get(
+        kind, {"heads": 4, "kv_heads": 2, "head_dim": 8, "inner": 24}
+    )
+    if kind == "deep":
+        sizes = {**sizes, "deep": tuple(deep_at)}
+    return ExitConfig(kind, layer, hidden, **{**sizes, **changes})
+
+
+def random_tensors(made: ExitConfig, seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    out: dict[str, torch.Tensor] = {}
+    for name, shape in made.shapes().items():
+        value = torch.randn(shape, generator=generator)
+        out[name] = 1.0 + 0.2 * value if name.endswith("norm") else value * shape[-1] ** -0.5
+    return out
+
+
+def near_tensors(made: ExitConfig, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random tensors of a module whose output stays near the state it was given: its drafts are
+    kept now and then."""
+    out = random_tensors(made, seed)
+    for name in ("up", "bias", "out", "down", "fuse"):
+        if name in out:
+            out[name] *= 0.2
+    if "skip" in out:
+        out["skip"] = 2.0 * torch.eye(made.hidden)
+    return out
+
+
+def module(made: ExitConfig, seed: int = 0, *, near: bool = False) -> ExitModule:
+    device = torch.device("cpu")
+    tensors = (near_tensors if near else random_tensors)(made, seed)
+    return ExitModule(made, tensors, make_linear, dtype=torch.float32, device=device)
+
+
+@cache
+def target(eos_ids: tuple[int, ...] = (), context: int = 128) -> FusedTarget:
+    """Six layers, float32, whose upper four change a state but little, so that early exits are
+    often right; shared: tests open sequences of their own."""
+    from tests.targets.fused_models import llama, random_model
+
+    shape = {"num_hidden_layers": LAYERS, "max_position_embeddings": context}
+    model = random_model(llama(**shape), initializer_range=0.3)
+    tensors = dict(model.state_dict())
+    for name, value in tensors.items():
+        upper = any(f"layers.{layer}." in name for layer in range(2, LAYERS))
+        if upper and name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensors[name] = 0.3 * value
+    return FusedTarget.from_tensors(
+        model.config,
+        tensors,
+        name="tiny",
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        eos_ids=eos_ids,
+        fingerprint="tiny",
+    )
+
+
+Kinds = Sequence[tuple[str, int]]
+
+
+def bank(
+    kinds: Kinds,
+    ids: Sequence[int] | None = None,
+    *,
+    near: bool = True,
+    over: FusedTarget | None = None,
+) -> ExitBank:
+    """Modules of these kinds at these layers; `ids` is the draft vocabulary, None: all ids."""
+    over = over or target()
+    modules = [
+        module(config(kind, layer, over.info.hidden_size), seed, near=near)
+        for seed, (kind, layer) in enumerate(kinds)
+    ]
+    return assemble(over, modules, ids, make_linear)
