@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.drafters.test_racer import context
 
-from hasten.drafters.auto import Auto
+from hasten.drafters.auto import Auto, Worth
 from hasten.drafters.ranks import COPIED, LOGITS, copied_rank, prior
 from hasten.types import Budget, Draft, DraftTree, Round, RowSignals
 
@@ -96,3 +96,46 @@ def test_nothing_is_left_of_a_request() -> None:
     drafter.begin((1, 2), RowSignals())
     drafter.observe(Round(0, (7,)))
     assert len(draft(drafter, [1, 2, 7]).tree) == 1
+
+
+# -- the module ------------------------------------------------------------------------------------
+
+
+def test_a_module_that_never_helps_is_asked_now_and_then_only() -> None:
+    worth = Worth()
+    asked = 0
+    for _ in range(200):
+        if worth.ask():
+            asked += 1
+            worth.note([7, 8], [7])
+        worth.learn(7)  # the others named it too
+    assert asked < 60
+    assert asked >= 200 // Worth.PATIENCE
+
+
+def test_a_module_that_helps_again_is_asked_again() -> None:
+    worth = Worth()
+    for token in [5] * 100 + [8] * 100:
+        if worth.ask():
+            worth.note([7, 8], [7])
+        worth.learn(token)
+    assert all(_asks(worth, 8) for _ in range(10))
+
+
+def _asks(worth: Worth, token: int) -> bool:
+    asked = worth.ask()
+    if asked:
+        worth.note([7, 8], [7])
+    worth.learn(token)
+    return asked
+
+
+def test_a_round_in_which_it_was_not_asked_says_nothing_about_the_module() -> None:
+    worth, other = Worth(), Worth()
+    worth.learn(3)
+    assert worth.ask() == other.ask()
+    worth.note([3], [])
+    worth.learn(3)
+    before = worth._helps
+    worth.learn(4)
+    assert worth._helps == before

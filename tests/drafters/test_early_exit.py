@@ -216,3 +216,11 @@ def test_a_broken_module_drafts_nothing_and_harms_nothing() -> None:
     for params in (GREEDY, SAMPLED):
         rounds = run(EarlyExit(broken, exit_rules.Static(0, 3)), 0, params)
         assert all(r.drafted == 0 for r in rounds)
+
+
+def test_half_precision_runs_with_each_row_through_each_layer_once() -> None:
+    target = tiny.target(dtype=torch.bfloat16)
+    for policy in ("random", "eager", "thresholds"):
+        made = EarlyExit(tiny.bank(CANDIDATES, EVEN, over=target), POLICIES[policy]())
+        rounds = rounds_of(target, prompt_of(0), GREEDY, made)
+        assert len(tokens_of(rounds)) == GREEDY.max_new_tokens

@@ -10,6 +10,7 @@ from tests.exits import exit_models as tiny
 from tests.exits.exit_models import LAYERS
 from tests.exits.exit_requests import prompt_of
 
+from hasten.drafters import exit_session
 from hasten.drafters.exit_session import ExitSession, ModuleRun
 from hasten.exits.modules import ExitModule, ExitState
 from hasten.types import DraftTree, Round, RowSignals
@@ -152,13 +153,25 @@ def test_kept_nodes_of_a_tree_are_fed_along_their_path() -> None:
     close(run.first(TEXT[7], hidden[2][7:8]), alone.first(TEXT[7], hidden[2][7:8]))
 
 
-def test_a_module_nobody_asks_runs_nothing() -> None:
-    at_work = runner("adapter", 2)
-    hidden = states()
+@pytest.mark.parametrize(("kind", "layer"), KINDS[2:])
+def test_rows_wait_until_they_are_many_and_then_say_the_same(
+    kind: str, layer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exit_session, "MOST_WAITING", 8)
+    hidden, wanted, at_work = states(), whole(kind, layer), runner(kind, layer)
+    waiting = []
     for start in range(0, 20, 4):
         at_work.feed(TEXT[start : start + 4], rows(hidden, start, start + 4))
-    assert at_work._state.length == 0
-    assert at_work._state.cache is None
+        waiting.append(start + 4 - at_work._state.length)
+    assert waiting == [4, 8, 4, 8, 4]
+    root = hidden[layer][20:21] if layer else None
+    close(at_work.first(TEXT[20], root), wanted[20:21])
+
+
+def test_a_prompt_is_put_in_before_the_first_draft() -> None:
+    session = ExitSession(tiny.bank([("deep", 0), ("adapter", 2), ("lens", 4)]))
+    session.begin(TEXT, RowSignals(hidden={at: states()[at] for at in session.bank.taps}))
+    assert [run._state.length for run in session.runs] == [len(TEXT), len(TEXT), 0]
 
 
 def test_a_session_that_ended_holds_nothing() -> None:

@@ -51,15 +51,19 @@ def near_tensors(made: ExitConfig, seed: int = 0) -> dict[str, torch.Tensor]:
     return out
 
 
-def module(made: ExitConfig, seed: int = 0, *, near: bool = False) -> ExitModule:
+def module(
+    made: ExitConfig, seed: int = 0, *, near: bool = False, dtype: torch.dtype = torch.float32
+) -> ExitModule:
     device = torch.device("cpu")
     tensors = (near_tensors if near else random_tensors)(made, seed)
-    return ExitModule(made, tensors, make_linear, dtype=torch.float32, device=device)
+    return ExitModule(made, tensors, make_linear, dtype=dtype, device=device)
 
 
 @cache
-def target(eos_ids: tuple[int, ...] = (), context: int = 128) -> FusedTarget:
-    """Six layers, float32, whose upper four change a state but little, so that early exits are
+def target(
+    eos_ids: tuple[int, ...] = (), context: int = 128, dtype: torch.dtype = torch.float32
+) -> FusedTarget:
+    """Six layers whose upper four change a state but little, so that early exits are
     often right; shared: tests open sequences of their own."""
     from tests.targets.fused_models import llama, random_model
 
@@ -74,7 +78,7 @@ def target(eos_ids: tuple[int, ...] = (), context: int = 128) -> FusedTarget:
         model.config,
         tensors,
         name="tiny",
-        dtype=torch.float32,
+        dtype=dtype,
         device=torch.device("cpu"),
         eos_ids=eos_ids,
         fingerprint="tiny",
@@ -94,7 +98,7 @@ def bank(
     """Modules of these kinds at these layers; `ids` is the draft vocabulary, None: all ids."""
     over = over or target()
     modules = [
-        module(config(kind, layer, over.info.hidden_size), seed, near=near)
+        module(config(kind, layer, over.info.hidden_size), seed, near=near, dtype=over.info.dtype)
         for seed, (kind, layer) in enumerate(kinds)
     ]
     return assemble(over, modules, ids, make_linear)

@@ -85,6 +85,15 @@ def test_two_modules_at_one_layer_are_not_saved(tmp_path: Path) -> None:
         save(tmp_path, modules=[(config, {}), (config, {})])
 
 
+def test_a_note_replaces_the_facts_alone(folder: Path) -> None:
+    before = store.read(folder)
+    store.note(folder, {"reached": 0.4})
+    after = store.read(folder)
+    assert after.facts == {"reached": 0.4}
+    assert (after.ids, after.configs) == (before.ids, before.configs)
+    assert sorted(p.name for p in folder.iterdir()) == [store.DESCRIPTION, store.TENSORS]
+
+
 # -- damaged, or of another model ------------------------------------------------------------------
 
 

@@ -31,6 +31,42 @@ COPIES = 0.75
 SURE = 0.8
 """Where a copy's first token has at least this chance, the module isn't asked."""
 GROWTH = Growth(steps=2)
+FEW = 4
+"""Candidates of a row that are likely to be verified."""
+
+
+class Worth:
+    """Whether the module is worth asking in this text: how often, lately, it alone named the token
+    that came next among its first few.
+
+    A question costs about a tenth of a pass here, whatever comes of it; where it helps less often
+    than `LEAST` it is only asked now and then, to see whether that has changed.
+    """
+
+    LEAST, HOPE, FADES, PATIENCE = 0.12, 0.3, 0.08, 8
+    __slots__ = ("_helps", "_named", "_theirs", "_waited", "asked")
+
+    def __init__(self) -> None:
+        self._helps, self._waited, self.asked = self.HOPE, 0, False
+        self._theirs: frozenset[int] = frozenset()
+        self._named: frozenset[int] = frozenset()
+
+    def ask(self) -> bool:
+        """Whether to ask now."""
+        self._waited += 1
+        return self._helps >= self.LEAST or self._waited >= self.PATIENCE
+
+    def note(self, said: Sequence[int], others: Sequence[int]) -> None:
+        """What the module and the other sources named after the pending token."""
+        self.asked, self._waited = True, 0
+        self._theirs, self._named = frozenset(others), frozenset(said[:FEW])
+
+    def learn(self, token: int) -> None:
+        """The token that came."""
+        if self.asked:
+            helped = token in self._named and token not in self._theirs
+            self._helps += self.FADES * (helped - self._helps)
+            self.asked = False
 
 
 class Auto(BaseDrafter):
@@ -56,7 +92,7 @@ class Auto(BaseDrafter):
     ) -> None:
         self.breadth, self._start, self._eos_ids = breadth, start, eos_ids
         self._session = None if exits is None else ExitSession(exits)
-        self._growth, self._sure = growth, sure
+        self._growth, self._sure, self._worth = growth, sure, Worth()
         taps = () if exits is None else exits.taps
         self.needs = Signals(topk=breadth, hidden=taps, prompt=True)
         self._suffix = Suffix(eos_ids=eos_ids)
@@ -68,6 +104,7 @@ class Auto(BaseDrafter):
         self._successors = SuccessorTable(start=self._start)
         if self._session is not None:
             self._session.begin(prompt, signals)
+            self._worth = Worth()
         if signals.topk_ids is not None:
             self._successors.update(prompt[-len(signals.topk_ids) :], signals.topk_ids)
 
@@ -84,7 +121,7 @@ class Auto(BaseDrafter):
             assert child is not None  # the guess keeps to the budget
             nodes.append(child)
         rivals: dict[int, int] = {}
-        if self._session is not None and not self._copies_are_sure(guess):
+        if self._session is not None and not self._copies_are_sure(guess) and self._worth.ask():
             rivals = self._ask(tree, ctx, dict(zip(nodes, guess.chances, strict=True)))
         grow_logits(tree, self._successors, self.breadth, rivals=rivals, eos_ids=self._eos_ids)
         return tree.draft()
@@ -104,13 +141,17 @@ class Auto(BaseDrafter):
         session = self._session
         assert session is not None
         run = session.runs[0]
+        root = tree.tokens[0]
+        others = [tree.tokens[n] for n, parent in enumerate(tree.parents) if parent == 0]
         said = grow(tree, session, run, ctx, self._growth, eos_ids=self._eos_ids)
+        named = [token for token, _ in said[0]]
+        self._worth.note(named, [*others, *self._successors.get(root)[:FEW]])
         for node, chance in copied.items():
             pairs = said.get(tree.parents[node])
             if pairs is not None:
-                named = dict(pairs).get(tree.tokens[node], 0.0)
+                chance_said = dict(pairs).get(tree.tokens[node], 0.0)
                 tree.sources[node] = CHECKED
-                tree.ranks[node] = checked_rank(chance, named)
+                tree.ranks[node] = checked_rank(chance, chance_said)
         return dict.fromkeys(said, MAX_LENGTH)
 
     def observe(self, round: Round) -> None:
@@ -118,6 +159,7 @@ class Auto(BaseDrafter):
         self._suffix.observe(round)
         if self._session is not None:
             self._session.observe(round)
+            self._worth.learn(round.emitted[0])
         if round.tree is not None and round.signals.topk_ids is not None:
             self._successors.update(round.tree.tokens, round.signals.topk_ids, round.accepted)
 

@@ -1,7 +1,8 @@
 """One request's exit modules: fed with verified rows, asked about rows that aren't.
 
 Signals of verified rows wait in a queue until their module is asked something; then they and the
-row in question go through the module together, so that a module nobody asks costs nothing.
+row in question go through the module together. Where nobody asks for long, they are put into it by
+themselves now and then, so that the queue stays short.
 """
 
 from __future__ import annotations

@@ -74,15 +74,19 @@ def save(
         "modules": [config.to_json() for config, _ in modules],
         "facts": dict(facts),
     }
-    scratch.write_text(json.dumps(description, indent=1) + "\n")
-    scratch.replace(folder / DESCRIPTION)
+    _describe(folder, description)
 
 
 def note(folder: str | Path, facts: Mapping[str, Any]) -> None:
     """Replace what a folder says about its modules."""
-    path = Path(folder) / DESCRIPTION
-    description = json.loads(path.read_text())
-    path.write_text(json.dumps({**description, "facts": dict(facts)}, indent=1) + "\n")
+    description = json.loads((Path(folder) / DESCRIPTION).read_text())
+    _describe(Path(folder), {**description, "facts": dict(facts)})
+
+
+def _describe(folder: Path, description: Mapping[str, Any]) -> None:
+    scratch = folder / f".{os.getpid()}.tmp"
+    scratch.write_text(json.dumps(description, indent=1) + "\n")
+    scratch.replace(folder / DESCRIPTION)
 
 
 def read(folder: str | Path) -> Stored:
