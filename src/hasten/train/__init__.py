@@ -1,1 +1,1 @@
-"""Training of the learned parts (extra ``train``): data, exit modules, layer-skip variants."""
+"""Training of the learned parts: text of the model's own, and exit modules that learn from it."""
