@@ -62,7 +62,12 @@ def grow(
         made = _children(tree, session, run, frontier, outputs, reached, growth, said)
         ends = {n for n in made if tree.tokens[n] in eos_ids or tree.depths[n] == tree.max_depth}
         fresh = sorted(set(made) - ends, key=lambda n: -reached[n])[: growth.expand]
-        if step == growth.steps or tree.full or sum(reached[n] for n in fresh) < growth.mass:
+        if (
+            step == growth.steps
+            or tree.full
+            or not fresh
+            or sum(reached[n] for n in fresh) < growth.mass
+        ):
             break
         fresh.sort()
         for node in fresh:
