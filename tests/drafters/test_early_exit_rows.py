@@ -78,15 +78,7 @@ def test_going_on_at_the_last_candidate_is_a_plain_step_bit_for_bit(
     wanted, count = list(seen), len(seen)
     seen.clear()
     made = drafter(POLICIES["reluctant"]())
-    ranges: list[tuple[int, int]] = []
-    target: Any = tiny.target()
-    forward = type(target).forward
-
-    def spy(self: Any, batch: Any, *, layers: Any = None, taps: Any = ()) -> Any:
-        ranges.append(layers)
-        return forward(self, batch, layers=layers, taps=taps)
-
-    monkeypatch.setattr(type(target), "forward", spy)
+    ranges = _layer_ranges(monkeypatch)
     run(made, 2)
     # before the last token there is no room for a draft: nobody is asked
     assert ranges == [*[(0, 2), (2, 4), (4, LAYERS)] * (count - 1), None]
@@ -94,8 +86,9 @@ def test_going_on_at_the_last_candidate_is_a_plain_step_bit_for_bit(
     assert all(torch.equal(a, b) for a, b in zip(seen, wanted, strict=True))
 
 
-def test_an_exit_nobody_wants_costs_no_pass_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranges: list[tuple[int, int]] = []
+def _layer_ranges(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int] | None]:
+    """The layers of every pass from now on, as they come."""
+    ranges: list[tuple[int, int] | None] = []
     target: Any = tiny.target()
     forward = type(target).forward
 
@@ -104,6 +97,11 @@ def test_an_exit_nobody_wants_costs_no_pass_of_its_own(monkeypatch: pytest.Monke
         return forward(self, batch, layers=layers, taps=taps)
 
     monkeypatch.setattr(type(target), "forward", spy)
+    return ranges
+
+
+def test_an_exit_nobody_wants_costs_no_pass_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranges = _layer_ranges(monkeypatch)
     run(drafter(exit_rules.Static(2, 2)), 0)
     assert set(ranges) == {(0, 4), (4, LAYERS), None}
 

@@ -85,7 +85,8 @@ Peers = Annotated[
     typer.Option(
         "--peers",
         metavar="NAMES",
-        help="Other libraries to measure too: transformers, llama-cpp; commas or again.",
+        help="Other libraries to measure too: transformers, transformers-early-exit, llama-cpp; "
+        "commas or again.",
         show_default=False,
     ),
 ]

@@ -48,9 +48,6 @@ class Probe:
     p2: float = 0.0
     entropy: float = 0.0
     gap: float = 0.0
-    top: int = -1
-    """The likeliest id, in the target's vocabulary. A policy may use it as a feature of the
-    *distribution*, never the token drawn."""
 
     def __post_init__(self) -> None:
         top = torch.topk(self.logits, 2)
@@ -68,7 +65,7 @@ class Outcome:
 
     layer      the exit drafted from; None for a plain step
     drafted    tokens drafted
-    accepted   how many of them were kept (whatever a stop cut off afterwards counts as kept)
+    accepted   how many of them were kept (what stood after the answer's end counts as not drafted)
     probes     the round's probes, in order: those of the walk, then one for each draft row probed
     shadows    where the policy asked for `shadow`: for each candidate exit the ids its module ranks
                first at the rows whose next token is known, beside those next tokens:
