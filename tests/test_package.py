@@ -55,7 +55,8 @@ def test_wheel_carries_the_type_marker_the_licence_and_every_module(wheel: Path)
     source = ROOT / "src"
     modules = {path.relative_to(source).as_posix() for path in source.rglob("*.py")}
     assert modules <= names
-    data = (ROOT / "src" / "hasten" / "bench" / "suites").glob("*.jsonl")
+    package = source / "hasten"
+    data = [*package.glob("bench/suites/*.jsonl"), *package.glob("native/*.[ch]*")]
     assert {path.relative_to(source).as_posix() for path in data} <= names
 
 

@@ -18,6 +18,7 @@ from hasten.errors import CapabilityError, ContextError, OptionError
 from hasten.streams import Request, Stream
 from hasten.targets.base import Target
 from hasten.targets.load import Loaded, load_target
+from hasten.targets.load_options import Kernels
 from hasten.text import TextStream
 from hasten.types import Result, SamplingParams
 from hasten.verify import pick_verifier
@@ -55,7 +56,8 @@ def load(
     device     ``"cpu"``, ``"cuda"``, ...; default: CUDA when there is one
     engine     ``"auto"``, ``"fused"`` (hasten's fast decoder) or ``"transformers"``
     options    passed on to `hasten.targets.load.load_target` (``revision``, ``trust_remote_code``,
-               ``device_map``, ``attn_implementation``)
+               ``device_map``, ``attn_implementation``, ``quantize``, ``kernels``, ``kv_dtype``,
+               ``exact``)
 
     Raises ModelError, OptionError or CapabilityError, before any pass.
     """
@@ -213,10 +215,13 @@ class LLM:
         return spec
 
     def _load_other(self, name: str) -> tuple[Target, Any]:
-        """Another model for a drafter: same dtype and device as the target, loaded once."""
+        """Another model for a drafter: the target's dtype, device and kernels, loaded once."""
         if name not in self._models:
             info = self.target.info
-            self._models[name] = load_target(name, dtype=info.dtype, device=str(info.device))
+            kernels: Kernels = "torch" if info.kernels == "torch" else "auto"
+            self._models[name] = load_target(
+                name, dtype=info.dtype, device=str(info.device), kernels=kernels
+            )
         loaded = self._models[name]
         return loaded.target, loaded.tokenizer
 

@@ -30,8 +30,9 @@ def decode(requests: Sequence[Decoding]) -> Iterator[tuple[int, Round]]:
             if request.finish is not None:
                 request.close()
         active = [i for i, r in enumerate(requests) if r.finish is None]
+        packed = bool(requests) and requests[0].target.capabilities.packed
         while active:
-            groups = [active] if requests[0].target.capabilities.packed else [[i] for i in active]
+            groups = [active] if packed else [[i] for i in active]
             for group in groups:
                 for index, made in _one_pass(requests, group):
                     if made.finish is not None:
@@ -65,12 +66,13 @@ def _one_pass(requests: Sequence[Decoding], group: Sequence[int]) -> list[tuple[
         now = time.perf_counter()
         spent.append(now - mark)
         mark = now
-    target = requests[group[0]].target
-    taps = requests[group[0]].taps
+    first = requests[group[0]]
+    target, taps = first.target, first.taps
     if not alone:
         taps = tuple(sorted({layer for i in group for layer in requests[i].taps}))
     passes = run_pass(target, rows, taps, [requests[i].staged for i in group])
-    synchronize(target)
+    if first.accelerated:
+        synchronize(target)
     seconds = time.perf_counter() - mark
     out: list[tuple[int, Round]] = []
     settle_from = time.perf_counter()

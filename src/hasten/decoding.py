@@ -17,7 +17,7 @@ from hasten.judge import PassJudge
 from hasten.passes import Staged, synchronize
 from hasten.policies.base import PlanContext, Policy
 from hasten.sampling import Sampler
-from hasten.selection import argmax_rows, best_of_topk, topk_rows
+from hasten.selection import argmax_rows, best_of_topk, topk_and_best
 from hasten.stopping import Stopper
 from hasten.targets.base import Target, check_prompt
 from hasten.types import (
@@ -100,9 +100,16 @@ class Decoding:
         self._lent: RowSignals | None = None
         self._index = 0
         self._draft: Draft | None = None
+        self._best: list[int] | None = None
+        """The pass's argmax of every row, where it came with the top-k."""
         self.staged = Staged(target, drafter.needs.hidden)
         self._clock = _Clock()
         self._begun = False
+        # Asked once: after a pass whatever is touched is cold, and a round touches it every time.
+        self.accelerated = info.device.type == "cuda"
+        self._plain_greedy = self.sampler.is_plain_greedy
+        self._most_rows = None if target.capabilities.rollback else 1
+        self._reads = drafter.needs.topk > 0 or drafter.needs.probs or bool(drafter.needs.hidden)
         self._context = DraftContext(
             ids=self._shown,
             sample=self._sample,
@@ -180,7 +187,7 @@ class Decoding:
         budget = self._budget()
         root = self.ids[-1]
         if budget.nodes == 1 or budget.depth == 0:
-            draft = Draft(DraftTree.chain(root))
+            draft = Draft(DraftTree.trusted((root,), (-1,), (0,)))
         else:
             self._context.model_seconds = 0.0
             draft = self._guard("propose", self.drafter.propose, self._context, budget)
@@ -198,7 +205,7 @@ class Decoding:
         most."""
         remaining = self._remaining()
         plan = self.policy.plan(PlanContext(context=len(self.ids), remaining=remaining))
-        nodes = plan.nodes if self.target.capabilities.rollback else 1
+        nodes = self._most_rows or plan.nodes
         return Budget(max(nodes, 1), max(min(plan.depth, remaining - 1), 0))
 
     def _remaining(self) -> int:
@@ -237,7 +244,7 @@ class Decoding:
         self._clock.target += seconds
         tree = draft.tree
         logits = passed.logits
-        signals = self._signals(passed, self.drafter.needs)
+        signals = self._signals(passed, self.drafter.needs) if self._reads else _NOTHING
         best = self._argmax(logits, signals)
         verdict = self.verifier(tree, draft.q, PassJudge(self.sampler, self.ids, logits, best))
         return self._close_round(draft, verdict.nodes, verdict.tokens, logits, signals)
@@ -260,23 +267,16 @@ class Decoding:
         self.ids.extend(tokens)
         self._shown.extend(tokens)
         self.finish = cut.finish
-        make = partial(
-            Round,
-            self._index,
-            tokens,
-            None if draft is None else draft.tree,
-            nodes,
-            () if draft is None else draft.sources,
-            logprobs=logprobs,
-            finish=cut.finish,
-            stop_reason=cut.stop_reason,
-            layer_rows=self.staged.layer_rows,
-        )
-        self._guard("observe", self.drafter.observe, make(signals=signals))
+        tree, sources = (None, ()) if draft is None else (draft.tree, draft.sources)
+        start = (self._index, tokens, tree, nodes, sources)
+        end = (cut.finish, cut.stop_reason, self.staged.layer_rows)
+        observed = Round(*start, signals, logprobs, Times(), *end)
+        self._guard("observe", self.drafter.observe, observed)
         self._index += 1
         # Rounds outlive the pass (metrics, traces): they must not keep its tensors alive.
-        self.policy.learn(make(times=self._times()))
-        return make(times=self._times())  # what the policy took is part of the round
+        self.policy.learn(Round(*start, _NOTHING, logprobs, self._times(), *end))
+        # what the policy took is part of the round
+        return Round(*start, _NOTHING, logprobs, self._times(), *end)
 
     def _times(self) -> Times:
         clock = self._clock
@@ -319,8 +319,10 @@ class Decoding:
     def _argmax(self, logits: torch.Tensor, signals: RowSignals) -> list[int] | None:
         """Greedy choice of every row at once (ties: the lowest id), unless options change the
         logits."""
-        if not self.sampler.is_plain_greedy:
+        if not self._plain_greedy:
             return None
+        if signals.topk_ids is not None and self._best is not None:
+            return self._best
         started = time.perf_counter()
         if signals.topk_ids is not None and signals.topk_logits is not None:
             best = best_of_topk(signals.topk_logits, signals.topk_ids, logits)
@@ -334,7 +336,7 @@ class Decoding:
         ids = values = probs = None
         if needs.topk and passed.logits is not None:
             started = time.perf_counter()
-            values, ids = topk_rows(passed.logits, needs.topk)
+            values, ids, self._best = topk_and_best(passed.logits, needs.topk)
             self._clock.topk += time.perf_counter() - started
         if needs.probs and passed.logits is not None:
             probs = self._all_probs(passed.logits)
@@ -397,6 +399,9 @@ class Decoding:
     def wait(self, seconds: float) -> None:
         """Leave out wall time that belongs to other requests of the batch."""
         self._clock.shared += seconds
+
+
+_NOTHING = RowSignals()
 
 
 def _join(parts: Sequence[RowSignals]) -> RowSignals:

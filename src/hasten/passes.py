@@ -129,10 +129,13 @@ def run_pass(
     target: Target, rows: Sequence[Rows], taps: Sequence[int], staged: Sequence[Staged]
 ) -> list[Pass]:
     """One full pass; rows that already ran some layers (early exit) resume where they stand."""
+    resumed = False
     for r, s in zip(rows, staged, strict=True):
-        if not s.frontiers:
+        if s.frontiers:
+            resumed = True
+        else:
             s.layer_rows += len(r.tokens) * target.info.num_layers
-    if not any(s.frontiers for s in staged):
+    if not resumed:
         return target.forward(rows, taps=taps)
     return [
         s.resume(r) if s.frontiers else target.forward([r], taps=taps)[0]

@@ -1,16 +1,21 @@
 """Argmax and top-k over rows of logits, exact and quick on a CPU.
 
-torch's CPU kernels for both take a large share of a pass. Here the bits of 16-bit logits are
-compared as integers instead, which sort like the numbers as long as these are positive; rows where
-they aren't are done again the slower way.
+torch's CPU kernels for both take a large share of a pass. Where a model runs on hasten's own
+kernels, float32 rows are looked at once, by another of them. Else the bits of 16-bit logits are
+compared as integers, which sort like the numbers as long as these are positive; rows where they
+aren't are done again the slower way.
 
 A row that holds NaN has no right answer: ids stay inside the vocabulary, and that is all.
 """
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import torch
+
+from hasten.native.library import Library, loaded
 
 _SORTABLE = (torch.bfloat16, torch.float16, torch.float32)
 _BLOCK = 128
@@ -27,6 +32,14 @@ def argmax_rows(logits: torch.Tensor) -> list[int]:
         values, places = logits.max(-1)
         out: list[int] = torch.where(values.isnan(), -1, places).tolist()
         return out
+    if (kernels := _kernels(logits, 1)) is not None:
+        rows, vocab = logits.shape
+        found_ids, top = array("q", bytes(8 * rows)), array("f", bytes(4 * rows))
+        if not kernels.largest(
+            logits.data_ptr(), rows, vocab, 1, top.buffer_info()[0], found_ids.buffer_info()[0],
+            torch.get_num_threads(),
+        ):  # fmt: skip
+            return found_ids.tolist()
     if logits.dtype == torch.float32:
         numbers = logits.numpy()
         best = numbers.argmax(-1)
@@ -47,16 +60,50 @@ def argmax_rows(logits: torch.Tensor) -> list[int]:
 _INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 
 
+def _kernels(logits: torch.Tensor, k: int) -> Library | None:
+    """The kernels, where they are in use and can look at these rows: `Library.largest` gives 0
+    unless one holds NaN, and of equal logits the lowest ids, in order."""
+    fits = logits.dtype == torch.float32 and logits.device.type == "cpu" and 0 < k <= _FEW
+    return loaded() if fits and logits.is_contiguous() and logits.shape[1] >= k else None
+
+
+_FEW = 64
+"""Candidates kept in order while a row is looked at; more are sorted faster otherwise."""
+
+
+def topk_and_best(
+    logits: torch.Tensor, k: int
+) -> tuple[torch.Tensor, torch.Tensor, list[int] | None]:
+    """`topk_rows`, and `argmax_rows` where it comes with it; else None."""
+    k = min(k, logits.shape[1])
+    if (kernels := _kernels(logits, k)) is not None:
+        rows, vocab = logits.shape
+        values = torch.empty((rows, k), dtype=torch.float32)
+        ids = torch.empty((rows, k), dtype=torch.int64)
+        if not kernels.largest(
+            logits.data_ptr(), rows, vocab, k, values.data_ptr(), ids.data_ptr(),
+            torch.get_num_threads(),
+        ):  # fmt: skip
+            best: list[int] = ids.numpy()[:, 0].tolist()
+            return values, ids, best
+    return *_topk(logits, k), None
+
+
 def topk_rows(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """``(values (rows, k) float32, ids (rows, k) int64)`` on the CPU, largest first; equal logits
-    in any order (with k = 1: the lowest id). `k` beyond the vocabulary is cut to it.
+    in any order (with k = 1: the lowest id). `k` beyond the vocabulary is cut to it."""
+    values, ids, _ = topk_and_best(logits, k)
+    return values, ids
+
+
+def _topk(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`topk_rows` without hasten's kernels.
 
     On a CPU in two steps: the k blocks of ids with the largest maxima hold the k largest logits,
     and only they are searched. After a pass every operation finds cold caches, so their number
     counts more than their size; numpy's are the lighter ones.
     """
     rows, vocab = logits.shape
-    k = min(k, vocab)
     if k == 1 and logits.device.type == "cpu":
         best = torch.tensor(argmax_rows(logits), dtype=torch.int64)[:, None]
         ids = best.clamp(min=0)

@@ -79,7 +79,9 @@ def random_model(kind: Callable[[], Any] = KINDS["llama"], **changes: Any) -> An
     return model
 
 
-def fused(model: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> FusedTarget:
+def fused(
+    model: Any, dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any
+) -> FusedTarget:
     return FusedTarget.from_tensors(
         model.config,
         model.state_dict(),
@@ -87,6 +89,7 @@ def fused(model: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -
         dtype=dtype,
         device=torch.device(device),
         eos_ids=[2],
+        **options,
     )
 
 

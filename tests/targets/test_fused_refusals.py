@@ -69,7 +69,7 @@ def test_an_interrupted_pass_leaves_no_rows(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(target, "_logits", interrupt)
+        patch.setattr(target._decoder, "run", interrupt)
         with pytest.raises(KeyboardInterrupt):
             target.forward([chain(sequence, [1, 2])])
     assert sequence.pending == 0

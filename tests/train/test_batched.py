@@ -26,7 +26,7 @@ EOS = frozenset(range(8))
 
 @pytest.fixture(scope="module")
 def target() -> FusedTarget:
-    return fused(random_model())
+    return fused(random_model(), kernels="torch")
 
 
 def plain(target: FusedTarget, prompt: Sequence[int], most: int, stop: Any = EOS) -> list[int]:
@@ -62,7 +62,7 @@ def answers(target: FusedTarget, prompts: Any, most: int = 40, **more: Any) -> l
 
 @pytest.mark.parametrize("kind", ["multi-query", "biases", "wide-heads", "yarn-rope", "qwen3-bias"])
 def test_each_row_is_plain_decoding_of_its_prompt(kind: str) -> None:
-    target = fused(random_model(KINDS[kind]))
+    target = fused(random_model(KINDS[kind]), kernels="torch")
     prompts = some_prompts(8)
     assert answers(target, prompts, 24) == [plain(target, prompt, 24) for prompt in prompts]
 
@@ -175,7 +175,11 @@ def test_a_model_that_gives_nan_is_told(temperature: float) -> None:
     model = random_model()
     model.model.norm.weight.data.fill_(torch.nan)
     with pytest.raises(ModelError, match="1 of 1 answers hold NaN"):
-        list(BatchDecoder(fused(model), rows=4, stop_ids=()).run([Job([9], 4, temperature)]))
+        list(
+            BatchDecoder(fused(model, kernels="torch"), rows=4, stop_ids=()).run(
+                [Job([9], 4, temperature)]
+            )
+        )
 
 
 def test_what_an_earlier_wave_left_behind_is_never_seen(target: FusedTarget) -> None:
@@ -191,7 +195,7 @@ def test_what_an_earlier_wave_left_behind_is_never_seen(target: FusedTarget) -> 
 
 
 def test_draws_follow_the_distribution_at_each_temperature() -> None:
-    target = fused(random_model(vocab_size=16))
+    target = fused(random_model(vocab_size=16), kernels="torch")
     prompt, count, heats = [3, 5, 7], 1500, (0.6, 1.3)
     jobs = [Job(prompt, 2, heat) for _ in range(count) for heat in heats]
     list(BatchDecoder(target, rows=500, stop_ids=(), seed=4).run(jobs))
@@ -227,7 +231,7 @@ def p_value(seen: Counter[int], probs: torch.Tensor) -> float:
 
 
 def test_a_biased_draw_would_be_noticed() -> None:
-    target = fused(random_model(vocab_size=16))
+    target = fused(random_model(vocab_size=16), kernels="torch")
     probs = distribution(target, [3, 5, 7], 1.3)
     drawn = torch.multinomial(distribution(target, [3, 5, 7], 1.0), 1500, replacement=True)
     assert p_value(Counter(drawn.tolist()), probs) < 1e-3
@@ -254,7 +258,7 @@ def test_greedy_rows_beside_drawn_ones_stay_greedy(target: FusedTarget) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_16_bits_rows_follow_the_target_closely(dtype: torch.dtype) -> None:
-    target = fused(random_model(), dtype)
+    target = fused(random_model(), dtype, kernels="torch")
     prompts = sorted(some_prompts(6, seed=8), key=len, reverse=True)
     batch = FusedBatch(target)
     got = [batch.start(prompts, 3)]
@@ -274,7 +278,7 @@ def test_in_16_bits_rows_follow_the_target_closely(dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "yarn-rope"])
 def test_on_a_gpu_each_row_is_plain_decoding_too(kind: str) -> None:
-    target = fused(random_model(KINDS[kind]), device="cuda")
+    target = fused(random_model(KINDS[kind]), device="cuda", kernels="torch")
     prompts = some_prompts(12)
     assert answers(target, prompts) == [plain(target, prompt, 40) for prompt in prompts]
 

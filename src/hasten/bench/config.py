@@ -33,7 +33,8 @@ class BenchConfig:
                     same prompts: the most that such a method can gain); ``"both"`` measures both
                     ways in one run. Warm rows are named ``METHOD (warm)``
     repeats         times each prompt is answered by each method; a prompt's time is the median
-    dtype, device, engine, verify   as for `hasten.load` and `LLM.generate`
+    dtype, device, engine, quantize, kernels, kv_dtype, exact, verify
+                    as for `hasten.load` and `LLM.generate`
     temperature     0 is greedy; peers are measured greedy only
     seed            of the draws (prompt i draws with seed + i) and of the bootstrap
     peers           other libraries to measure in the same run, see `hasten.bench.peers.PEERS`
@@ -53,6 +54,10 @@ class BenchConfig:
     dtype: Any = None
     device: str | None = None
     engine: str = "auto"
+    quantize: str | None = None
+    kernels: str = "auto"
+    kv_dtype: Any = None
+    exact: bool = False
     verify: str | None = None
     temperature: float = 0.0
     seed: int = 0

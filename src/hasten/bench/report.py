@@ -41,6 +41,8 @@ _TOLD = (
 
 _HEADLINE = (
     ("engine", "engine"),
+    ("kernels", "kernels"),
+    ("weights", "quantize"),
     ("runs on", "device"),
     ("processor", "cpu"),
     ("accelerator", "gpu"),

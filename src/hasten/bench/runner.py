@@ -43,6 +43,10 @@ def run(
             dtype=config.dtype,
             device=config.device,
             engine=config.engine,
+            quantize=config.quantize,
+            kernels=config.kernels,
+            kv_dtype=config.kv_dtype,
+            exact=config.exact,
         )
     asked = entries(llm, specs, config.state)
     contestants = make_contestants(config, llm, asked)
@@ -98,6 +102,9 @@ def _environment(
         "model": info.name,
         "architecture": info.architecture,
         "engine": info.engine,
+        "kernels": info.kernels,
+        "quantize": info.quantize,
+        "exact": config.exact,
         "fingerprint": info.fingerprint,
         "suite": session.suite.name,
         "suite_sha256": session.suite.sha256,

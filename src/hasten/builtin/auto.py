@@ -19,7 +19,7 @@ from hasten.methods import Method, MethodContext, RequestMaker
 from hasten.policies.base import FixedPolicy, Policy
 from hasten.policies.budget import AcceptanceBook
 from hasten.targets.base import Target
-from hasten.targets.fused_weights import make_linear
+from hasten.targets.fused_native import draft_linear
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def _module_at_zero(target: Target) -> ExitBank | None:
     if stored is None or all(config.layer for config in stored.configs):
         return None
     with torch.inference_mode():
-        return store.build(target, stored, make_linear).pick((0,), "auto.exits")
+        return store.build(target, stored, draft_linear).pick((0,), "auto.exits")
 
 
 def _auto(options: AutoOptions, context: MethodContext) -> RequestMaker:

@@ -18,7 +18,7 @@ from hasten.exits.modules import ExitState
 from hasten.policies.cost import CostTable
 from hasten.policies.exits import ExitCosts
 from hasten.targets.base import Target
-from hasten.targets.fused_weights import make_linear
+from hasten.targets.fused_native import draft_linear
 
 EXITS = "candidate exit layers, as 0+2+4; empty: those of the modules, or by the model's depth"
 MODULES = "folder of exit modules; empty: those shipped for these weights"
@@ -48,11 +48,11 @@ def find_exits(
         if modules:
             raise OptionError(f"{method}.modules", "contradicts head=own", "Give one of the two")
         layers = layers or own_layers(target.info.num_layers, several)
-        bank = own_head_bank(target, layers, None, make_linear, option=f"{method}.exits")
+        bank = own_head_bank(target, layers, None, draft_linear, option=f"{method}.exits")
         return Exits(bank, {})
     stored = _stored(target, modules, method)
     with torch.inference_mode():
-        bank = store.build(target, stored, make_linear)
+        bank = store.build(target, stored, draft_linear)
     if not layers:
         layers = bank.layers if several else bank.layers[:1]
     return Exits(bank.pick(layers, f"{method}.exits"), stored.facts)

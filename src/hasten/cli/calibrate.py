@@ -49,6 +49,10 @@ def calibrate(
     dtype: opt.Dtype = None,
     device: opt.Device = None,
     engine: opt.Engine = None,
+    quantize: opt.Quantize = None,
+    kernels: opt.Kernels = None,
+    kv_dtype: opt.KvDtype = None,
+    exact: opt.Exact = False,
     rows: RowCounts = None,
     contexts: Contexts = None,
     repeats: Repeats = None,
@@ -68,7 +72,17 @@ def calibrate(
         "repeats": repeats,
     }
     given = {name: value for name, value in given.items() if value is not None}
-    target = load_model(model, "ar", dtype=dtype, device=device, engine=engine).target
+    target = load_model(
+        model,
+        "ar",
+        dtype=dtype,
+        device=device,
+        engine=engine,
+        quantize=quantize,
+        kernels=kernels,
+        kv_dtype=kv_dtype,
+        exact=exact or None,
+    ).target
     _check_room(target, given)
     made = None if force or given else cost.load(target)
     state = "found"

@@ -30,6 +30,10 @@ def chat(
     dtype: opt.Dtype = None,
     device: opt.Device = None,
     engine: opt.Engine = None,
+    quantize: opt.Quantize = None,
+    kernels: opt.Kernels = None,
+    kv_dtype: opt.KvDtype = None,
+    exact: opt.Exact = False,
     max_new_tokens: opt.MaxNewTokens = None,
     temperature: opt.Temperature = None,
     top_k: opt.TopK = None,
@@ -55,7 +59,17 @@ def chat(
         seed=seed,
     )
     pick_verifier(verify, greedy=params.is_greedy)
-    llm = load_model(model, method, dtype=dtype, device=device, engine=engine)
+    llm = load_model(
+        model,
+        method,
+        dtype=dtype,
+        device=device,
+        engine=engine,
+        quantize=quantize,
+        kernels=kernels,
+        kv_dtype=kv_dtype,
+        exact=exact or None,
+    )
     session = Session(llm, system, {"params": params, "verify": verify}, show_stats=stats)
     talk(session, _terminal_lines() if sys.stdin.isatty() else _piped_line)
 

@@ -90,6 +90,10 @@ def generate(
     dtype: opt.Dtype = None,
     device: opt.Device = None,
     engine: opt.Engine = None,
+    quantize: opt.Quantize = None,
+    kernels: opt.Kernels = None,
+    kv_dtype: opt.KvDtype = None,
+    exact: opt.Exact = False,
     max_new_tokens: opt.MaxNewTokens = None,
     temperature: opt.Temperature = None,
     top_k: opt.TopK = None,
@@ -122,7 +126,17 @@ def generate(
         logprobs=logprobs,
     )
     _check_request(text, params, verify)
-    llm = load_model(model, method, dtype=dtype, device=device, engine=engine)
+    llm = load_model(
+        model,
+        method,
+        dtype=dtype,
+        device=device,
+        engine=engine,
+        quantize=quantize,
+        kernels=kernels,
+        kv_dtype=kv_dtype,
+        exact=exact or None,
+    )
     request: dict[str, Any] = {
         "params": params,
         "verify": verify,
@@ -146,7 +160,7 @@ def generate(
     if logprobs is not None and not json:
         out().print(_logprob_table(llm, result))
     if stats:
-        err().print(stats_table(result.metrics, result.method, _dtype_name(llm)))
+        err().print(stats_table(result.metrics, result.method, llm.target.info.precision))
 
 
 def _check_output(stream: bool | None, *, trace: bool, json: bool) -> None:
@@ -202,10 +216,6 @@ def _streamed(llm: LLM, text: str, request: dict[str, Any]) -> Result:
         return stream.result
 
 
-def _dtype_name(llm: LLM) -> str:
-    return str(llm.target.info.dtype).removeprefix("torch.")
-
-
 def _show(llm: LLM, token: int) -> str:
     return repr(llm.tokenizer.decode([token]))
 
@@ -240,7 +250,7 @@ def _as_json(llm: LLM, result: Result) -> dict[str, Any]:
         "seed": result.seed,
         "method": result.method,
         "model": llm.target.info.name,
-        "dtype": _dtype_name(llm),
+        "dtype": llm.target.info.precision,
         "metrics": summary_json(result.metrics),
     }
     if result.logprobs is not None:

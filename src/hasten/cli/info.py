@@ -20,18 +20,32 @@ def info(
     dtype: opt.Dtype = None,
     device: opt.Device = None,
     engine: opt.Engine = None,
+    quantize: opt.Quantize = None,
+    kernels: opt.Kernels = None,
+    kv_dtype: opt.KvDtype = None,
+    exact: opt.Exact = False,
     json: opt.Json = False,
 ) -> None:
     """Show what a model is, which engine runs it and why, and which methods work."""
-    llm = load_model(model, "ar", dtype=dtype, device=device, engine=engine)
-    facts = _facts(llm, model, engine)
+    llm = load_model(
+        model,
+        "ar",
+        dtype=dtype,
+        device=device,
+        engine=engine,
+        quantize=quantize,
+        kernels=kernels,
+        kv_dtype=kv_dtype,
+        exact=exact or None,
+    )
+    facts = _facts(llm, model, engine, kernels)
     if json:
         print_json(facts)
     else:
         _print(facts)
 
 
-def _facts(llm: LLM, model: str | None, engine: str | None) -> dict[str, Any]:
+def _facts(llm: LLM, model: str | None, engine: str | None, kernels: str | None) -> dict[str, Any]:
     target = llm.target
     about = target.info
     parameters = _parameters(model)
@@ -40,6 +54,10 @@ def _facts(llm: LLM, model: str | None, engine: str | None) -> dict[str, Any]:
         "architecture": about.architecture,
         "engine": about.engine,
         "engine_reason": _why(target, model, engine),
+        "kernels": about.kernels,
+        "kernels_reason": _why_kernels(target, kernels),
+        "quantize": about.quantize,
+        "precision": about.precision,
         "dtype": str(about.dtype).removeprefix("torch."),
         "device": str(about.device),
         "context_limit": about.context_limit,
@@ -49,7 +67,7 @@ def _facts(llm: LLM, model: str | None, engine: str | None) -> dict[str, Any]:
         "eos_ids": sorted(about.eos_ids),
         "chat_template": bool(getattr(llm.tokenizer, "chat_template", None)),
         "parameters": parameters,
-        "weight_bytes": None if parameters is None else parameters * about.dtype.itemsize,
+        "weight_bytes": _weight_bytes(target, parameters),
         "fingerprint": about.fingerprint,
         "capabilities": asdict(target.capabilities),
         "methods": _working(target),
@@ -72,6 +90,26 @@ def _why(target: Target, model: str | None, engine: str | None) -> str:
         why_not_fused(config, device=target.info.device)
         or "its weights are not in safetensors files"
     )
+
+
+def _why_kernels(target: Target, kernels: str | None) -> str:
+    """Why these kernels run the fused engine, as a sentence part; empty for another engine."""
+    if target.info.kernels == "native":
+        return "hasten's own, compiled for this processor"
+    if target.info.kernels == "torch" and kernels != "torch":
+        from hasten.native.library import why_not_native
+        from hasten.targets.fused import FusedTarget
+
+        assert isinstance(target, FusedTarget)
+        shape = target.shape
+        return f"not hasten's own: {why_not_native(shape.dtype, shape.device, shape.head_dim)}"
+    return "as asked" if target.info.kernels else ""
+
+
+def _weight_bytes(target: Target, parameters: int | None) -> int | None:
+    """Bytes of the weights as they are held, or as the dtype holds the checkpoint's."""
+    held = getattr(target, "weight_bytes", 0)
+    return held or (None if parameters is None else parameters * target.info.dtype.itemsize)
 
 
 def _parameters(model: str | None) -> int | None:
@@ -111,12 +149,14 @@ def _print(facts: dict[str, Any]) -> None:
         f"{facts['layers']} layers of {facts['hidden_size']}",
     )
     rows.add_row("engine", f"{facts['engine']}: {facts['engine_reason']}")
-    rows.add_row("runs in", f"{facts['dtype']} on {facts['device']}")
+    if facts["kernels"]:
+        rows.add_row("kernels", f"{facts['kernels']}: {facts['kernels_reason']}")
+    rows.add_row("runs in", f"{facts['precision']} on {facts['device']}")
     if facts["parameters"] is not None:
         size = facts["weight_bytes"] / 2**20
         rows.add_row(
             "weights",
-            f"{facts['parameters'] / 1e6:.1f} million, {size:,.0f} MiB in {facts['dtype']}",
+            f"{facts['parameters'] / 1e6:.1f} million, {size:,.0f} MiB in {facts['precision']}",
         )
     rows.add_row("context", f"{facts['context_limit']:,} tokens")
     rows.add_row("vocabulary", f"{facts['vocab_size']:,} ids")

@@ -94,6 +94,44 @@ Engine = Annotated[
         help="auto, fused (hasten's fast decoder) or transformers.",
     ),
 ]
+Quantize = Annotated[
+    str | None,
+    _option(
+        "--quantize",
+        panel=_MODEL,
+        default="no",
+        metavar="NAME",
+        help="int8 or int4 rounds the weights; gguf takes a GGUF file's own blocks as they are.",
+    ),
+]
+Kernels = Annotated[
+    str | None,
+    _option(
+        "--kernels",
+        panel=_MODEL,
+        default="auto",
+        metavar="NAME",
+        help="Of the fused engine on a CPU: native (hasten's own, compiled once), torch, or auto.",
+    ),
+]
+KvDtype = Annotated[
+    str | None,
+    _option(
+        "--kv-dtype",
+        panel=_MODEL,
+        default="the dtype",
+        metavar="NAME",
+        help="Of keys and values, with native kernels: float32 or bfloat16.",
+    ),
+]
+Exact = Annotated[
+    bool,
+    _option(
+        "--exact",
+        panel=_MODEL,
+        help="Insist on the same bits for a token whatever else is in its pass; checked at load.",
+    ),
+]
 
 MaxNewTokens = Annotated[
     int | None,

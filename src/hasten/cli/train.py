@@ -169,7 +169,7 @@ def data(
     }
     options = made.Options(**{name: value for name, value in given.items() if value is not None})
     keep_freed_memory()
-    llm = load_model(model, "ar", dtype=dtype, device=device)
+    llm = load_model(model, "ar", dtype=dtype, device=device, kernels="torch")
     with _shown(options.tokens) as show:
         try:
             done = made.make(llm, out_folder, options, show)

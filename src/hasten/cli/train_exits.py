@@ -93,7 +93,7 @@ def exits(
         seed=seed,
     )
     keep_freed_memory()
-    llm = load_model(model, "ar", dtype=dtype, device=device)
+    llm = load_model(model, "ar", dtype=dtype, device=device, kernels="torch")
     out_folder.mkdir(parents=True, exist_ok=True)
     console = err()
     with Bar(console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -46,6 +46,10 @@ def verify(
     dtype: opt.Dtype = None,
     device: opt.Device = None,
     engine: opt.Engine = None,
+    quantize: opt.Quantize = None,
+    kernels: opt.Kernels = None,
+    kv_dtype: opt.KvDtype = None,
+    exact: opt.Exact = False,
     json: opt.Json = False,
 ) -> None:
     """Compare a method's answers with plain decoding's, greedy and sampled.
@@ -65,9 +69,19 @@ def verify(
     if name is not None and model is not None:
         raise OptionError("model", "is given twice", "Name it once, with --model or without")
     model = model if name is None else name
-    llm = load_model(model, method, dtype=dtype, device=device, engine=engine)
+    llm = load_model(
+        model,
+        method,
+        dtype=dtype,
+        device=device,
+        engine=engine,
+        quantize=quantize,
+        kernels=kernels,
+        kv_dtype=kv_dtype,
+        exact=exact or None,
+    )
     prompts = make_prompts(llm)
-    proof = _prove(llm, prompts, _reference(model, device), max_new_tokens, temperature, seed)
+    proof = _prove(llm, prompts, _reference(llm, model, device), max_new_tokens, temperature, seed)
     if json:
         print_json(_as_json(proof, llm, suite))
     else:
@@ -103,10 +117,14 @@ def _prompts(suite: str, limit: int | None) -> Callable[[LLM], list[Prompt]]:
     return make
 
 
-def _reference(model: str | None, device: str | None) -> Callable[[], Target]:
+def _reference(llm: LLM, model: str | None, device: str | None) -> Callable[[], Target]:
+    """Judges near ties: the same weights in float32. Quantized weights are their own judge."""
+
     def load() -> Target:
         from hasten.targets.load import load_target
 
+        if llm.target.info.quantize:
+            return llm.target
         return load_target(model, dtype="float32", device=device).target
 
     return load
@@ -143,7 +161,7 @@ def _print(proof: Proof, llm: LLM, suite: str, temperature: float) -> None:
     console = out()
     info = llm.target.info
     console.print(
-        f"{proof.method} against plain decoding: {info.name} in {_dtype(llm)} "
+        f"{proof.method} against plain decoding: {info.name} in {info.precision} "
         f"({info.engine} engine), suite {suite}"
     )
     lossless = get(llm.method.name).lossless
@@ -195,7 +213,7 @@ def _as_json(proof: Proof, llm: LLM, suite: str) -> dict[str, Any]:
     return {
         "method": proof.method,
         "model": llm.target.info.name,
-        "dtype": _dtype(llm),
+        "dtype": llm.target.info.precision,
         "engine": llm.target.info.engine,
         "suite": suite,
         "ok": proof.ok,
@@ -213,7 +231,3 @@ def _as_json(proof: Proof, llm: LLM, suite: str) -> dict[str, Any]:
         ],
         "skipped": [{"prompt": index, "why": why} for index, why in proof.skipped],
     }
-
-
-def _dtype(llm: LLM) -> str:
-    return str(llm.target.info.dtype).removeprefix("torch.")

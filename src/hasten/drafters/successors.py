@@ -44,7 +44,7 @@ class SuccessorTable:
         topk_ids ``(rows, k)`` int64, best first; rows beyond the tokens are ignored. `last` are the
         accepted nodes: a token that occurs twice in a tree keeps what followed it in the real text.
         """
-        listed = topk_ids[: len(tokens)].tolist()
+        listed = topk_ids.numpy()[: len(tokens)].tolist()  # torch's own takes several times as long
         with self._lock:
             rows = self.rows
             if self.capacity is not None:  # written rows move to the end: the first is the oldest

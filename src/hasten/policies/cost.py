@@ -209,7 +209,7 @@ class CostModel:
 
 
 def table_key(target: Target) -> str:
-    """What a table belongs to: weights, engine, dtype, machine, threads, torch."""
+    """What a table belongs to: weights, engine and kernels, dtype, machine, threads, torch."""
     info = target.info
     device = info.device.type
     if device == "cuda":
@@ -218,7 +218,7 @@ def table_key(target: Target) -> str:
         device = f"{cpu_name()} cores={usable_cores()}"
     parts = (
         info.fingerprint or info.name,
-        info.engine,
+        "-".join(filter(None, (info.engine, info.kernels, info.quantize))),
         str(info.dtype).removeprefix("torch."),
         device,
         f"threads={torch.get_num_threads()}",

@@ -71,8 +71,18 @@ class TargetInfo:
     fingerprint: str = ""
     engine: str = ""
     """``"fused"`` or ``"transformers"``."""
+    kernels: str = ""
+    """Of the fused engine: ``"native"`` (hasten's own) or ``"torch"``."""
+    quantize: str = ""
+    """How the fused engine's weights are quantized; empty: not at all."""
     whole_prompt: bool = False
     """A prompt's rotary angles depend on its length: it must be prefilled in one call."""
+
+    @property
+    def precision(self) -> str:
+        """The dtype, and how weights are quantized if they are: ``"bfloat16, int8 weights"``."""
+        name = str(self.dtype).removeprefix("torch.")
+        return f"{name}, {self.quantize} weights" if self.quantize else name
 
 
 @dataclass(frozen=True, slots=True)

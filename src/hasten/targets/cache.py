@@ -9,7 +9,7 @@ references them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -104,7 +104,7 @@ class CachedSequence:
         if need > tail.capacity:
             # Doubling amortises the copies; past the context limit only as much as the rows need.
             capacity = max(need, min(2 * tail.capacity, self.store.limit - self._prefix))
-            used = self.tail_length + self.pending
+            used = self.store.whole(self.tail_length + self.pending)
             grown = self.store.allocate(capacity)
             grown[:, :, :used] = tail.kv[:, :, :used]
             tail.kv = grown
@@ -142,13 +142,10 @@ class CachedSequence:
         moved = next((i for i, row in enumerate(rows) if i != row), len(rows))
         if moved < len(rows):
             assert self.tail is not None
-            kv, start = self.tail.kv, self.tail_length
-            if len(rows) - moved <= _FEW:  # a row only moves down, past those already moved
-                for i in range(moved, len(rows)):
-                    kv.select(2, start + i).copy_(kv.select(2, start + rows[i]))
-            else:
-                picked = torch.tensor([start + row for row in rows[moved:]], device=kv.device)
-                kv[:, :, start + moved : start + len(rows)] = kv.index_select(2, picked)
+            start = self.tail_length
+            picked = [start + row for row in rows[moved:]]
+            places = range(start + moved, start + len(rows))
+            self.store.move(self.tail.kv, picked, places)
         self.append(len(rows))
         pending.clear()
 
@@ -202,7 +199,8 @@ class CachedSequence:
             taken = min(segment.length, length - child.length)
             if 0 < taken < self.store.copy_below and child.length + taken == length:
                 child.tail = Block(self.store.allocate(taken))
-                child.tail.kv[:, :, :taken] = segment.block.kv[:, :, :taken]
+                whole = self.store.whole(taken)
+                child.tail.kv[:, :, :whole] = segment.block.kv[:, :, :whole]
                 child.tail_length = taken
             elif taken:
                 segment.block.refs += 1
@@ -221,11 +219,24 @@ class CachedSequence:
             self.pending_rows.clear()
 
 
+@torch.inference_mode()
+def _move(kv: torch.Tensor, moved: Sequence[int], to: Sequence[int]) -> None:
+    if len(moved) <= _FEW:
+        for old, new in zip(moved, to, strict=True):
+            kv.select(2, new).copy_(kv.select(2, old))
+    else:
+        picked = kv.index_select(2, torch.tensor(list(moved), device=kv.device))
+        kv[:, :, to[0] : to[-1] + 1] = picked
+
+
 class KVStore:
     """All sequences of one target.
 
     limit       the most tokens a sequence may hold
     copy_below  a fork copies a last piece of fewer tokens than this, and shares all others
+    tile        slots that lie interleaved in a block's keys: they are copied together
+    move        copies slots of a block's tensor, one after another: ``to[i]`` gets what
+                ``moved[i]`` held; slots only move down, past those already moved
 
     Tensors have the dtype and device given.
     """
@@ -240,11 +251,18 @@ class KVStore:
         device: torch.device,
         limit: int,
         copy_below: int = _STEP,
+        tile: int = 1,
+        move: Callable[[torch.Tensor, Sequence[int], Sequence[int]], None] | None = None,
     ) -> None:
         self.layers, self.kv_heads, self.head_dim = layers, kv_heads, head_dim
         self.dtype, self.device, self.limit = dtype, device, limit
-        self.copy_below = copy_below
+        self.copy_below, self.tile = copy_below, tile
+        self.move = move or _move
         self._open: weakref.WeakSet[CachedSequence] = weakref.WeakSet()
+
+    def whole(self, slots: int) -> int:
+        """`slots`, rounded up to whole tiles."""
+        return -(-slots // self.tile) * self.tile
 
     def allocate(self, slots: int) -> torch.Tensor:
         """A block's tensor with room for at least `slots` slots.

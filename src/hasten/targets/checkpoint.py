@@ -21,26 +21,47 @@ _SAMPLES = 16
 class SafetensorsFolder(Mapping[str, torch.Tensor]):
     """The tensors of a folder's safetensors files, one or sharded, each read when asked for.
 
-    A tensor is mapped from its file, not copied: what is never used costs no memory. Names are the
-    checkpoint's; a tied head has no entry of its own unless the checkpoint stores one.
+    A tensor is mapped from its file for as long as it lives, not copied: what is never used costs
+    no memory, and what was used goes again. Names are the checkpoint's; a tied head has no entry of
+    its own unless the checkpoint stores one.
     Raises ModelError when there are no such files or a shard is missing.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._files: list[Any] = [
-            safe_open(path, framework="pt", device="cpu") for path in safetensors_files(folder)
-        ]
-        self._home = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
+        self._home: dict[str, Path] = {}
+        for path in safetensors_files(folder):
+            with _opened(path) as file:
+                self._home.update(dict.fromkeys(file.keys(), path))
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._home[name].get_tensor(name)
+        with _opened(self._home[name]) as file:
+            tensor: torch.Tensor = file.get_tensor(name)
         return tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._home
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """A tensor's size, without reading it."""
+        with _opened(self._home[name]) as file:
+            return tuple(file.get_slice(name).get_shape())
+
+    def rows(self, name: str, first: int, last: int) -> torch.Tensor:
+        """Rows first..last-1 of a tensor."""
+        with _opened(self._home[name]) as file:
+            rows: torch.Tensor = file.get_slice(name)[first:last]
+        return rows
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._home)
 
     def __len__(self) -> int:
         return len(self._home)
+
+
+def _opened(path: Path) -> Any:
+    opened: Any = safe_open(path, framework="pt", device="cpu")
+    return opened
 
 
 def safetensors_files(folder: Path) -> list[Path]:

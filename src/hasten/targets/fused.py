@@ -6,18 +6,23 @@ implements `hasten.targets.base.Target` in full: trees, forks, packed passes, la
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from hasten.errors import CacheStateError, CapabilityError, ContextError, OptionError
 from hasten.targets.base import Capabilities, Ends, Pass, Rows, TargetInfo
 from hasten.targets.cache import CachedSequence, KVStore
-from hasten.targets.fused_config import ARCHITECTURES, read_config, unsupported_reason
-from hasten.targets.fused_layers import Attention, Decoder, Rotary, causal_mask
-from hasten.targets.fused_weights import Checkpoint, Shape, load_layer, make_linear
+from hasten.targets.fused_build import Decoder, build_decoder
+from hasten.targets.fused_config import ARCHITECTURES, unsupported_reason
+from hasten.targets.fused_layers import TorchDecoder
+from hasten.targets.fused_native import NativeDecoder
+from hasten.targets.fused_weights import Shape
+from hasten.targets.load_options import Kernels
+from hasten.targets.quantized import Quantize, Quantized
 
 _CHUNK = 256
 """Prompt rows per pass."""
@@ -35,28 +40,21 @@ class FusedTarget:
         tree=True, rollback=True, layer_ranges=True, taps=True, fork=True, packed=True
     )
 
-    def __init__(
-        self,
-        info: TargetInfo,
-        decoder: Decoder,
-        rotary: Rotary,
-        embeddings: torch.Tensor,
-        norm: torch.Tensor,
-        head: torch.Tensor,
-    ) -> None:
+    def __init__(self, info: TargetInfo, decoder: Decoder) -> None:
         self.info = info
         self.layer_rows = 0
-        self._decoder, self._rotary = decoder, rotary
-        self._embeddings, self._norm = embeddings, norm
-        self._head, self._tied = make_linear(head), head is embeddings
+        self._decoder = decoder
+        self._native = decoder if isinstance(decoder, NativeDecoder) else None
         shape = decoder.shape
         self._store = KVStore(
             layers=shape.layers,
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
-            dtype=shape.compute,
+            dtype=shape.cache,
             device=shape.device,
             limit=info.context_limit,
+            tile=decoder.tile,
+            move=decoder.move,
         )
 
     @staticmethod
@@ -68,7 +66,7 @@ class FusedTarget:
     def from_tensors(
         cls,
         config: Any,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, torch.Tensor | Quantized],
         *,
         name: str,
         dtype: torch.dtype,
@@ -76,11 +74,16 @@ class FusedTarget:
         eos_ids: Iterable[int],
         fingerprint: str = "",
         copy: bool = False,
+        quantize: Quantize | None = None,
+        kernels: Kernels = "auto",
+        kv_dtype: torch.dtype | None = None,
     ) -> FusedTarget:
         """A target from a transformers config and tensors by their transformers names.
 
         The mapping may be lazy; no tensor is changed. `copy` is for tensors that somebody else may
-        change: none of their memory is kept. A head of other numbers than the embeddings is used
+        change: none of their memory is kept. `quantize` rounds the weights to 8 or 4 bits, or
+        (``"gguf"``) takes them as the mapping holds them; `kernels` and `kv_dtype` are those of
+        `hasten.targets.load.load_target`. A head of other numbers than the embeddings is used
         whatever the config says about tying, as transformers does. `CapabilityError`
         when config or device aren't supported, `ModelError` when tensors and config don't fit.
         """
@@ -94,33 +97,57 @@ class FusedTarget:
             )
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise OptionError("dtype", f"must be float32, bfloat16 or float16, got {dtype}")
-        with torch.inference_mode():
-            shape, frequencies = read_config(config, dtype, device)
-            read = Checkpoint(tensors, shape, copy=copy)
-            decoder = Decoder(shape, [load_layer(read, i, shape) for i in range(shape.layers)])
-            size = (config.vocab_size, shape.hidden)
-            embeddings = read("model.embed_tokens.weight", *size)
-            head = embeddings if _tied(config, read, tensors) else read("lm_head.weight", *size)
-            norm = read("model.norm.weight", shape.hidden)
-            info = TargetInfo(
-                name=name,
-                architecture=ARCHITECTURES[config.model_type],
-                vocab_size=config.vocab_size,
-                eos_ids=frozenset(eos_ids),
-                context_limit=config.max_position_embeddings,
-                num_layers=shape.layers,
-                hidden_size=shape.hidden,
+        with torch.inference_mode(), torch.device("cpu"):
+            decoder = build_decoder(
+                config,
+                tensors,
                 dtype=dtype,
                 device=device,
-                fingerprint=fingerprint,
-                engine="fused",
+                quantize=quantize,
+                kernels=kernels,
+                kv_dtype=kv_dtype,
+                copy=copy,
             )
-            return cls(info, decoder, Rotary(frequencies, shape), embeddings, norm, head)
+        info = TargetInfo(
+            name=name,
+            architecture=ARCHITECTURES[config.model_type],
+            vocab_size=config.vocab_size,
+            eos_ids=frozenset(eos_ids),
+            context_limit=config.max_position_embeddings,
+            num_layers=decoder.shape.layers,
+            hidden_size=decoder.shape.hidden,
+            dtype=dtype,
+            device=device,
+            fingerprint=fingerprint,
+            engine="fused",
+            kernels="native" if decoder.shape.native else "torch",
+            quantize=quantize or "",
+        )
+        return cls(info, decoder)
 
     @property
     def shape(self) -> Shape:
         """The decoder's sizes, dtype and device."""
         return self._decoder.shape
+
+    @property
+    def torch_decoder(self) -> TorchDecoder:
+        """The decoder, for what runs its parts in an order of its own (training, batches in step).
+
+        Raises CapabilityError when the native kernels run the model: load it with
+        ``kernels="torch"``.
+        """
+        if not isinstance(self._decoder, TorchDecoder):
+            raise CapabilityError(
+                f"{self.info.name} runs on the native kernels: training and batches in step need "
+                "torch's. Load it with kernels='torch'"
+            )
+        return self._decoder
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the packed weights; 0 with torch's kernels, which don't count them."""
+        return self._decoder.weight_bytes if isinstance(self._decoder, NativeDecoder) else 0
 
     @property
     def bytes_in_use(self) -> int:
@@ -151,8 +178,7 @@ class FusedTarget:
 
     def commit(self, sequence: CachedSequence, rows: Sequence[int]) -> None:
         """Keep these pending rows, a path from a root, all through every layer; drop the others."""
-        with torch.inference_mode():
-            sequence.commit(rows, self.info.num_layers)
+        sequence.commit(rows, self.info.num_layers)
 
     def rollback(self, sequence: CachedSequence) -> None:
         """Drop all pending rows."""
@@ -164,13 +190,13 @@ class FusedTarget:
         self._check_tokens(tokens)
         with torch.inference_mode():
             ids = torch.tensor(list(tokens), dtype=torch.int64, device=self.info.device)
-            return F.embedding(ids, self._embeddings)
+            return self._decoder.embed(ids).to(self.info.dtype)
 
     def ends(self) -> Ends:
-        """The model's first and last tensors, for drafters that share them. A packed head that
-        isn't the embeddings is unpacked: a copy of its own."""
-        head = self._embeddings if self._tied else self._head.dense()
-        return Ends(self._embeddings, head, self._norm, self._decoder.shape.eps)
+        """The model's first and last tensors, for drafters that share them. Packed ones are
+        unpacked: copies of their own."""
+        with torch.inference_mode():
+            return self._decoder.ends()
 
     def prefill(
         self,
@@ -188,17 +214,18 @@ class FusedTarget:
         hidden: dict[int, list[torch.Tensor]] = {tap: [] for tap in taps}
         logits: list[torch.Tensor] = []
         done = 0
-        with torch.inference_mode(), torch.autocast(self.info.device.type, enabled=False):
+        with self._context():
             sequence.reserve(len(tokens))
             while done < len(tokens):
                 rows = min(self._chunk_rows(sequence.length), len(tokens) - done)
-                out, kept = self._run_chunk(sequence, tokens[done : done + rows], taps)
+                wanted = rows if all_logits else int(done + rows == len(tokens))
+                kept, said = self._run_chunk(sequence, tokens[done : done + rows], taps, wanted)
                 sequence.append(rows)
                 done += rows
                 for tap, pieces in hidden.items():
                     pieces.append(kept[tap])
-                if all_logits or done == len(tokens):
-                    logits.append(self._logits(out if all_logits else out[-1:]))
+                if said is not None:
+                    logits.append(said)
             return Pass(_joined(logits), {tap: _joined(pieces) for tap, pieces in hidden.items()})
 
     def forward(
@@ -216,38 +243,46 @@ class FusedTarget:
         layers = layers or (0, self.info.num_layers)
         self._check_pass(batch, layers, taps)
         picked = [self._admit(rows, layers) for rows in batch]
-        with torch.inference_mode(), torch.autocast(self.info.device.type, enabled=False):
+        with self._context():
             added: list[Rows] = []
             try:
                 for rows in batch if layers[0] == 0 else ():
                     rows.sequence.add(rows.tokens, rows.parents)
                     added.append(rows)
-                out, kept = self._run_rows(batch, picked, layers, taps)
-                top = layers[1] == self.info.num_layers
-                logits = self._logits(out) if top else None
+                out, kept, logits = self._run_rows(batch, picked, layers, taps)
             except BaseException:
                 for rows in added:
                     rows.sequence.pending_rows.drop_last(len(rows.tokens))
                 raise
             sizes = [len(indices) for indices in picked]
-            for rows, indices, value in zip(
-                batch, picked, out.split_with_sizes(sizes), strict=True
-            ):
-                rows.sequence.pending_rows.advance(indices, layers[1], None if top else value)
+            top = layers[1] == self.info.num_layers
+            values = [None] * len(sizes) if top else out.split_with_sizes(sizes)
+            for rows, indices, value in zip(batch, picked, values, strict=True):
+                rows.sequence.pending_rows.advance(indices, layers[1], value)
             return _per_sequence(sizes, logits, kept)
 
+    @contextmanager
+    def _torch_alone(self) -> Iterator[None]:
+        with torch.inference_mode(), torch.autocast(self.info.device.type, enabled=False):
+            yield
+
+    def _context(self) -> AbstractContextManager[None]:
+        """For torch's operations; hasten's own kernels care for neither mode."""
+        return self._torch_alone() if self._native is None else nullcontext()
+
     def _run_chunk(
-        self, sequence: CachedSequence, tokens: Sequence[int], taps: Sequence[int]
-    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Runs prompt tokens through all layers; the caller commits them."""
+        self, sequence: CachedSequence, tokens: Sequence[int], taps: Sequence[int], logits: int
+    ) -> tuple[dict[int, torch.Tensor], torch.Tensor | None]:
+        """Runs prompt tokens through all layers: taps, and logits of the last `logits`; the caller
+        commits them."""
         rows, first, start = len(tokens), sequence.tail_length, sequence.length
-        layers = (0, self.info.num_layers)
-        slots, mask = range(first, first + rows), causal_mask(rows, self.info.device)
-        parts = sequence.parts(first + rows)
-        attention = Attention(self._decoder.shape, layers, parts, slots, mask)
-        ids, positions = self._inputs(tokens, range(start, start + rows))
-        hidden = F.embedding(ids, self._embeddings)
-        return self._run(hidden, positions, [attention], layers, taps)
+        layers, parts = (0, self.info.num_layers), sequence.parts(first + rows)
+        slots = range(first, first + rows)
+        spot = self._decoder.attention(layers, parts, slots, first, None)
+        hidden, positions = self._inputs(tokens, range(start, start + rows), ())
+        _, kept, said = self._decoder.run(hidden, positions, [spot], layers, taps, logits)
+        self.layer_rows += rows * self.info.num_layers
+        return kept, said
 
     def _run_rows(
         self,
@@ -255,11 +290,11 @@ class FusedTarget:
         picked: Sequence[Sequence[int]],
         layers: tuple[int, int],
         taps: Sequence[int],
-    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor], torch.Tensor | None]:
         """Runs the `picked` pending rows of each sequence, one sequence after another."""
         tokens: list[int] = []
         positions: list[int] = []
-        attention: list[Attention] = []
+        spots: list[Any] = []
         held: list[torch.Tensor] = []
         for rows, indices in zip(batch, picked, strict=True):
             sequence: CachedSequence = rows.sequence
@@ -267,46 +302,34 @@ class FusedTarget:
             tokens.extend(rows.tokens)
             positions.extend(sequence.length + pending.depths[i] for i in indices)
             slots = [first + i for i in indices]
-            mask = pending.mask(indices, self.info.device)
+            mask: Any = (
+                pending.mask(indices, self.info.device)
+                if self._native is None
+                else pending.mask_numbers(indices)
+            )
             parts = sequence.parts(first + len(pending))
-            attention.append(Attention(self._decoder.shape, layers, parts, slots, mask))
+            spots.append(self._decoder.attention(layers, parts, slots, first, mask))
             if layers[0]:
                 held.extend(pending.held[i] for i in indices)
-        ids, places = self._inputs(tokens, positions)
-        hidden = torch.cat(held) if held else F.embedding(ids, self._embeddings)
-        return self._run(hidden, places, attention, layers, taps)
-
-    def _run(
-        self,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        attention: Sequence[Attention],
-        layers: tuple[int, int],
-        taps: Sequence[int],
-    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        kept: dict[int, torch.Tensor] = {}
-
-        def keep(layer: int, value: torch.Tensor) -> None:
-            if layer in taps:
-                kept[layer] = value
-
-        out = self._decoder.run(hidden, self._rotary(positions), attention, layers, keep)
-        self.layer_rows += hidden.shape[0] * (layers[1] - layers[0])
-        return out, kept
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        eps = self._decoder.shape.eps
-        return self._head(F.rms_norm(hidden, (self.info.hidden_size,), self._norm, eps))
+        hidden, places = self._inputs(tokens, positions, held)
+        logits = len(tokens) if layers[1] == self.info.num_layers else 0
+        self.layer_rows += len(tokens) * (layers[1] - layers[0])
+        return self._decoder.run(hidden, places, spots, layers, taps, logits)
 
     def _inputs(
-        self, tokens: Sequence[int], positions: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and positions, int64 ``(rows,)`` on the device, in one transfer."""
+        self, tokens: Sequence[int], positions: Sequence[int], held: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, Any]:
+        """What the decoder runs: states (those held, or the tokens' embeddings), and positions."""
+        if self._native is not None:  # after a pass any operation of torch's finds cold caches
+            ids = array("q", tokens)
+            hidden = torch.cat(list(held)) if held else self._native.look_up(ids)
+            return hidden, array("i", positions)
         both = torch.tensor([*tokens, *positions], dtype=torch.int64, device=self.info.device)
-        return both[: len(tokens)], both[len(tokens) :]
+        hidden = torch.cat(list(held)) if held else self._decoder.embed(both[: len(tokens)])
+        return hidden, both[len(tokens) :]
 
     def _chunk_rows(self, context: int) -> int:
-        room = _CHUNK_SCORES // (self._decoder.shape.heads * (context + _CHUNK))
+        room = _CHUNK_SCORES // (self.shape.heads * (context + _CHUNK))
         return max(min(room, _CHUNK), 16)
 
     def _admit(self, rows: Rows, layers: tuple[int, int]) -> list[int]:
@@ -358,13 +381,6 @@ class FusedTarget:
         if not batch or len({id(rows.sequence) for rows in batch}) < len(batch):
             raise CacheStateError("a pass needs at least one sequence, and each only once")
         self._check_taps(taps)
-
-
-def _tied(config: Any, read: Checkpoint, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether the head is the embeddings."""
-    if "lm_head.weight" not in tensors:
-        return bool(config.tie_word_embeddings)
-    return read.equal("lm_head.weight", "model.embed_tokens.weight")
 
 
 def _per_sequence(

@@ -27,8 +27,8 @@ class FusedBatch:
     """Rows of `target` that run in step: `start`, then `step` and `keep` as often as wanted."""
 
     def __init__(self, target: FusedTarget) -> None:
-        self._target = target
-        self._shape = shape = target._decoder.shape
+        self._target, self._decoder = target, target.torch_decoder
+        self._shape = shape = self._decoder.shape
         self._pass_rows = _PASS_ROWS_CPU if shape.device.type == "cpu" else _PASS_ROWS
         self._longest = 0
         self._lengths = torch.zeros(0, dtype=torch.int64, device=shape.device)
@@ -63,7 +63,7 @@ class FusedBatch:
             last = self._run_prompts(tokens, lengths, shared)
             self._lengths = torch.tensor(lengths, dtype=torch.int64, device=device)
             self._longest = lengths[0]
-            return self._target._logits(last)
+            return self._decoder.logits(last)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Append a token to every row: int64 ``(rows,)`` on the device, gives ``(rows, vocab)``."""
@@ -73,7 +73,7 @@ class FusedBatch:
             hidden = self._run(tokens.unsqueeze(1), self._lengths.unsqueeze(1))
             self._lengths = self._lengths + 1
             self._longest += 1
-            return self._target._logits(hidden)
+            return self._decoder.logits(hidden)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with these rows only, in this order."""
@@ -124,17 +124,17 @@ class FusedBatch:
         Gives what leaves the last layer, ``(rows * steps, hidden)``.
         """
         target, shape = self._target, self._shape
-        decoder, (rows, steps) = target._decoder, tokens.shape
+        decoder, (rows, steps) = self._decoder, tokens.shape
         heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
-        hidden = F.embedding(tokens.reshape(-1), target._embeddings)
-        rotary = target._rotary(positions.reshape(-1))
+        hidden = decoder.embed(tokens.reshape(-1))
+        rotary = decoder.rotary(positions.reshape(-1))
         mask = self._mask(positions)
         index = torch.arange(rows, device=shape.device).unsqueeze(1)
         buffer = torch.empty_like(hidden)
-        for number, layer in enumerate(decoder._layers):
-            qkv = layer.qkv(decoder._norm(hidden, layer.attention_norm, buffer)).float()
+        for number, layer in enumerate(decoder.layers):
+            qkv = layer.qkv(decoder.normalize(hidden, layer.attention_norm, buffer)).float()
             if layer.head_norm is not None:
-                decoder._normalize_heads(qkv.view(rows * steps, -1, dim), layer.head_norm)
+                decoder.normalize_heads(qkv.view(rows * steps, -1, dim), layer.head_norm)
             qkv.view(torch.complex64).mul_(rotary)
             qkv = qkv.view(rows, steps, heads + 2 * kv_heads, dim).to(shape.dtype)
             q, k, v = qkv.split_with_sizes([heads, kv_heads, kv_heads], 2)
@@ -144,7 +144,7 @@ class FusedBatch:
             values[index, :, positions] = v
             mixed = _attend(q, keys, values, mask)
             hidden = layer.out.add(mixed, hidden)
-            gate, up = layer.gate_up(decoder._norm(hidden, layer.mlp_norm, buffer)).chunk(2, 1)
+            gate, up = layer.gate_up(decoder.normalize(hidden, layer.mlp_norm, buffer)).chunk(2, 1)
             hidden = layer.down.add(F.silu(gate).mul_(up), hidden)
         target.layer_rows += rows * steps * shape.layers
         return hidden

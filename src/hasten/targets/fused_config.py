@@ -36,15 +36,16 @@ def unsupported_reason(config: Any) -> str | None:
         return f"activation {config.hidden_act!r} isn't 'silu'"
     if config.num_attention_heads % config.num_key_value_heads:
         return "the query heads don't divide evenly among the key heads"
-    if _head_dim(config) % 2:
-        return f"head size {_head_dim(config)} is odd"
+    if head_dim(config) % 2:
+        return f"head size {head_dim(config)} is odd"
     bidirectional = getattr(config, "use_bidirectional_attention", False)
     if bidirectional or not getattr(config, "is_causal", True):
         return "attention isn't causal"
     return _window_reason(config) or _rope_reason(config)
 
 
-def _head_dim(config: Any) -> int:
+def head_dim(config: Any) -> int:
+    """Features of an attention head."""
     given = getattr(config, "head_dim", None)
     return int(given or config.hidden_size // config.num_attention_heads)
 
@@ -72,9 +73,21 @@ def _rope_reason(config: Any) -> str | None:
 
 
 def read_config(
-    config: Any, dtype: torch.dtype, device: torch.device
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    native: bool = False,
+    bits: int = 0,
+    cache: torch.dtype | None = None,
 ) -> tuple[Shape, torch.Tensor]:
-    """Sizes, and rotary frequencies float32 ``(head_dim / 2,)``, of a supported config."""
+    """Sizes, and rotary frequencies float32 ``(head_dim / 2,)``, of a supported config.
+
+    `native`, `bits` and `cache` are `Shape`'s; a cache of None is the kernels' own choice.
+    """
+    if cache is None:
+        # torch's float32 product is the faster one for few rows, our own reads half as much.
+        cache = torch.float32 if device.type == "cpu" and not native else dtype
     with torch.no_grad(), torch.device("cpu"):
         rope = LlamaRotaryEmbedding(copy.deepcopy(config))
     shape = Shape(
@@ -83,12 +96,15 @@ def read_config(
         inner=config.intermediate_size,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
-        head_dim=_head_dim(config),
+        head_dim=head_dim(config),
         eps=config.rms_norm_eps,
         head_norm=config.model_type == "qwen3",
         rope_scale=float(rope.attention_scaling),
         dtype=dtype,
         device=device,
+        cache=cache,
+        native=native,
+        bits=bits,
     )
     frequencies: torch.Tensor = rope.inv_freq
     return shape, frequencies

@@ -1,4 +1,4 @@
-"""The arithmetic of the fused decoder: rotary embedding, attention over the KV, the blocks.
+"""The fused decoder in torch: rotary embedding, attention over the KV, the blocks.
 
 Choices worth some operations per layer each: rotation is one complex product over a whole q|k|v row
 (v is multiplied by one, q's factor carries the softmax scale); the query heads of a KV head are one
@@ -10,12 +10,14 @@ rows, and rounds less.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
-from hasten.targets.fused_weights import LayerWeights, Shape
+from hasten.targets.base import Ends
+from hasten.targets.fused_weights import LayerWeights, Shape, make_linear
 
 # A row of a chain must get the same bits whatever else is in its pass, or a near tie falls the
 # other way when drafts are verified. MKL's batched product has kernels of its own below four rows
@@ -49,7 +51,8 @@ class Attention:
     layers  the range the pass runs
     parts   ``(kv, slots)`` of the prefix segments and of the tail (`CachedSequence.parts`)
     slots   the rows' slots in the tail, increasing
-    mask    float32 ``(rows, width)`` added to the scores of the last `width` slots, or None
+    mask    float32 ``(rows, width)`` added to the scores of the last `width` slots; None for a
+            chain in the last slots
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Attention:
         on_cpu = shape.device.type == "cpu"
         self.rows = len(slots)
         self._lo = lo
+        mask = _causal(self.rows, shape.device) if mask is None else mask
         self._sizes = (heads, group, shape.head_dim)
         self._padding = max(_LEAST_ROWS - self.rows * group, 0) if on_cpu else 0
         spare = max(_LEAST_SLOTS - parts[-1][1], 0) if on_cpu else 0
@@ -83,7 +87,7 @@ class Attention:
         if mask is not None:
             # A KV head's rows are the pass's rows, each with all its query heads: so is the mask.
             mask = F.pad(mask.repeat_interleave(group, 0), (0, 0, 0, self._padding))
-            mask = mask.to(shape.compute)
+            mask = mask.to(shape.cache)
         self._mask = mask
 
     def _write_views(self, tail: torch.Tensor, slots: Sequence[int]) -> Sequence[torch.Tensor]:
@@ -147,61 +151,115 @@ def _cuts(width: int, on_cpu: bool) -> list[tuple[int, int]]:
     return [(0, width)]
 
 
-class Decoder:
-    """The blocks: runs hidden states through some of them."""
+class TorchDecoder:
+    """The blocks, the embeddings and the head of a model, run by torch's operations.
 
-    def __init__(self, shape: Shape, layers: Sequence[LayerWeights]) -> None:
-        self.shape = shape
-        self._layers = list(layers)
+    embeddings  ``(vocab, hidden)``
+    norm        ``(hidden,)``: the last norm's weight
+    head        ``(vocab, hidden)``; the embeddings themselves where the model ties them
+    inv_freq    float32 ``(head_dim / 2,)``: rotary frequencies
+    """
+
+    tile = 1
+    move = None
+
+    def __init__(
+        self,
+        shape: Shape,
+        layers: Sequence[LayerWeights],
+        embeddings: torch.Tensor,
+        norm: torch.Tensor,
+        head: torch.Tensor,
+        inv_freq: torch.Tensor,
+    ) -> None:
+        self.shape, self.embeddings = shape, embeddings
+        self.rotary = Rotary(inv_freq, shape)
+        self.layers = [self._with_root(layer) for layer in layers]
+        self._last_norm, self._head, self._tied = norm, make_linear(head), head is embeddings
         self._split = [shape.heads, 2 * shape.kv_heads]
         # With x / sqrt(|x|^2 + n * eps) = x / hypot(|x|, c) a norm is three small operations.
         self._floor = _scalar(math.sqrt(shape.hidden * shape.eps), shape.device)
         self._head_floor = _scalar(math.sqrt(shape.head_dim * shape.eps), shape.device)
 
+    def _with_root(self, layer: LayerWeights) -> LayerWeights:
+        """With the root of the head's width in the weight of its norm, which leaves x / |x|."""
+        if layer.head_norm is None:
+            return layer
+        return replace(layer, head_norm=layer.head_norm * math.sqrt(self.shape.head_dim))
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings of int64 ``(rows,)``: ``(rows, hidden)`` in the model's dtype."""
+        return F.embedding(ids, self.embeddings)
+
+    def ends(self) -> Ends:
+        """The model's first and last tensors. A packed head that isn't the embeddings is unpacked:
+        a copy of its own."""
+        head = self.embeddings if self._tied else self._head.dense()
+        return Ends(self.embeddings, head, self._last_norm, self.shape.eps)
+
+    def attention(
+        self,
+        layers: tuple[int, int],
+        parts: Sequence[tuple[torch.Tensor, int]],
+        slots: Sequence[int],
+        committed: int,
+        mask: torch.Tensor | None,
+    ) -> Attention:
+        """What `run` needs of one sequence's rows, see `Attention`."""
+        return Attention(self.shape, layers, parts, slots, mask)
+
     def run(
         self,
         hidden: torch.Tensor,
-        rotary: torch.Tensor,
-        attention: Sequence[Attention],
+        positions: torch.Tensor,
+        spots: Sequence[Attention],
         layers: tuple[int, int],
-        keep: Callable[[int, torch.Tensor], None],
-    ) -> torch.Tensor:
-        """Runs `hidden` ``(rows, hidden)`` through layers lo..hi-1 and gives what comes out.
+        taps: Sequence[int],
+        logits: int,
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor], torch.Tensor | None]:
+        """Rows through layers lo..hi-1: what comes out, the taps, and logits of the last `logits`.
 
-        The rows are those of `attention`, one sequence after another; `keep(i, x)` sees the output
-        of layer i for each i in lo..hi, first what comes in.
+        `hidden` ``(rows, hidden)`` holds the rows of `spots`, one sequence after another, positions
+        int64 ``(rows,)``. All in the model's dtype; logits None when none are wanted.
         """
         shape, rows = self.shape, hidden.shape[0]
-        heads, split, compute, dtype = sum(self._split), self._split, shape.compute, shape.dtype
-        buffer = torch.empty_like(hidden)
-        keep(layers[0], hidden)
+        heads, split, cache, dtype = sum(self._split), self._split, shape.cache, shape.dtype
+        rotary, buffer = self.rotary(positions), torch.empty_like(hidden)
+        kept = {layers[0]: hidden} if layers[0] in taps else {}
         for index in range(*layers):
-            layer = self._layers[index]
-            qkv = layer.qkv(self._norm(hidden, layer.attention_norm, buffer)).float()
+            layer = self.layers[index]
+            qkv = layer.qkv(self.normalize(hidden, layer.attention_norm, buffer)).float()
             if layer.head_norm is not None:
-                self._normalize_heads(qkv.view(rows, heads, shape.head_dim), layer.head_norm)
+                self.normalize_heads(qkv.view(rows, heads, shape.head_dim), layer.head_norm)
             qkv.view(torch.complex64).mul_(rotary)
             q, kv = qkv.view(rows, heads, shape.head_dim).split_with_sizes(split, 1)
-            if compute != torch.float32:
-                q = q.to(compute)
-            mixed = _attend(index, q, kv, attention)
-            if compute != dtype:
+            if cache != torch.float32:
+                q = q.to(cache)
+            mixed = _attend(index, q, kv, spots)
+            if cache != dtype:
                 mixed = mixed.to(dtype)
             hidden = layer.out.add(mixed, hidden)
-            gate, up = layer.gate_up(self._norm(hidden, layer.mlp_norm, buffer)).chunk(2, 1)
+            gate, up = layer.gate_up(self.normalize(hidden, layer.mlp_norm, buffer)).chunk(2, 1)
             hidden = layer.down.add(F.silu(gate).mul_(up), hidden)
-            keep(index + 1, hidden)
-        return hidden
+            if index + 1 in taps:
+                kept[index + 1] = hidden
+        return hidden, kept, self.logits(hidden[-logits:]) if logits else None
 
-    def _norm(
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits ``(rows, vocab)`` of rows that have passed all layers."""
+        size, eps = (self.shape.hidden,), self.shape.eps
+        return self._head(F.rms_norm(hidden, size, self._last_norm, eps))
+
+    def normalize(
         self, x: torch.Tensor, weight: torch.Tensor | None, buffer: torch.Tensor
     ) -> torch.Tensor:
+        """x over its root mean square times `weight`; folded (None): over its length."""
         if weight is not None:
             return F.rms_norm(x, (self.shape.hidden,), weight, self.shape.eps)
         length = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
         return torch.div(x, length.hypot_(self._floor), out=buffer)
 
-    def _normalize_heads(self, qkv: torch.Tensor, weight: torch.Tensor) -> None:
+    def normalize_heads(self, qkv: torch.Tensor, weight: torch.Tensor) -> None:
         """Normalises q and k of qkv ``(rows, heads, head_dim)`` per head, in place."""
         qk = qkv.narrow(1, 0, weight.shape[0])
         length = torch.linalg.vector_norm(qk, 2, -1, True).hypot_(self._head_floor)
@@ -223,7 +281,7 @@ def _attend(
     return torch.cat([attend(layer, rows_q, rows_kv) for attend, rows_q, rows_kv in pieces])
 
 
-def causal_mask(rows: int, device: torch.device) -> torch.Tensor | None:
+def _causal(rows: int, device: torch.device) -> torch.Tensor | None:
     """The mask of `rows` consecutive rows over themselves; None for a single one."""
     if rows == 1:
         return None

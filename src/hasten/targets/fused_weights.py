@@ -2,13 +2,13 @@
 
 q, k and v are one product, gate and up another. The features of q and k are reordered so that the
 two halves that rotary embedding mixes are neighbours. On the CPU the weights of the two norms
-inside a block are folded into the products that follow.
+inside a block are folded into the products that follow, unless hasten's own kernels run.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
@@ -17,9 +17,13 @@ import torch
 import torch.nn.functional as F
 
 from hasten.errors import ModelError
+from hasten.targets.checkpoint import SafetensorsFolder
+from hasten.targets.quantized import GGUFTensors, Quantized, joined, quantize
 
 _ROWS_HINT = 8
 """Row count oneDNN packs for: the layout it picks for one row is slower, even for one row."""
+_PIECE = 1024
+"""Rows of the embeddings or the head that are read, rounded and packed at once."""
 _LONG_ROW = 1024
 """Features from which oneDNN sums a single row in another order."""
 
@@ -124,7 +128,7 @@ def can_pack(dtype: torch.dtype, device_type: str) -> bool:
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """The fastest product this device and dtype have."""
+    """The fastest product that torch has on this device and in this dtype."""
     if can_pack(weight.dtype, weight.device.type):
         return PackedLinear(weight, bias)
     return DenseLinear(weight, bias)
@@ -137,6 +141,9 @@ class Shape:
     inner       width of the MLP
     head_norm   whether q and k are normalised per head (Qwen3)
     rope_scale  multiplies cosines and sines (yarn)
+    cache       dtype of keys and values
+    native      whether hasten's own kernels run it
+    bits        of quantized weights: 8 or 4; 16 leaves each weight as it comes, 0 means dense ones
     """
 
     layers: int
@@ -150,16 +157,14 @@ class Shape:
     rope_scale: float
     dtype: torch.dtype
     device: torch.device
-
-    @property
-    def compute(self) -> torch.dtype:
-        """The dtype of scores and cache: float32 on the CPU, the model's own elsewhere."""
-        return torch.float32 if self.device.type == "cpu" else self.dtype
+    cache: torch.dtype
+    native: bool = False
+    bits: int = 0
 
     @property
     def folds_norms(self) -> bool:
         """Whether norm weights are folded into the products (float16 would underflow)."""
-        return self.device.type == "cpu" and self.dtype != torch.float16
+        return self.device.type == "cpu" and self.dtype != torch.float16 and not self.native
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +172,7 @@ class LayerWeights:
     """One block.
 
     attention_norm and mlp_norm ``(hidden,)`` are None when folded. head_norm, float32
-    ``(heads + kv_heads, head_dim)``, is the weight of q's and k's norm times sqrt(head_dim).
+    ``(heads + kv_heads, head_dim)``, is the weight of q's and k's norm.
     """
 
     qkv: Linear
@@ -186,26 +191,65 @@ class Checkpoint:
     """
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], shape: Shape, *, copy: bool = False
+        self, tensors: Mapping[str, torch.Tensor | Quantized], shape: Shape, *, copy: bool = False
     ) -> None:
         self._tensors, self._shape, self._copy = tensors, shape, copy
         self._read: set[str] = set()
 
     def __call__(self, name: str, *size: int) -> torch.Tensor:
         """The tensor `name`; `ModelError` when it is missing or not of this size."""
-        if name not in self._tensors:
+        tensor = self.weight(name, *size)
+        if isinstance(tensor, Quantized):
+            return tensor.dense().to(self._shape.dtype)
+        return tensor
+
+    def weight(self, name: str, *size: int) -> torch.Tensor | Quantized:
+        """As a call, but quantized where the checkpoint holds it so or the shape asks for it."""
+        tensor = self._checked(name, size)
+        return self._ready(tensor)
+
+    def pieces(self, name: str, *size: int) -> Iterator[torch.Tensor | Quantized]:
+        """`weight` in pieces of `_PIECE` rows: a big one is never there as a whole."""
+        lazy = (
+            self._tensors if isinstance(self._tensors, (GGUFTensors, SafetensorsFolder)) else None
+        )
+        whole = None if lazy else self._checked(name, size)
+        if lazy is not None:
+            self._check(name, lazy.shape_of(name) if name in lazy else None, size)
+        for first in range(0, size[0], _PIECE):
+            last = min(first + _PIECE, size[0])
+            if lazy is not None:
+                yield self._ready(lazy.rows(name, first, last))
+            elif isinstance(whole, Quantized):
+                yield whole.rows(first, last)
+            elif whole is not None:
+                yield self._ready(whole[first:last])
+
+    def _checked(self, name: str, size: tuple[int, ...]) -> torch.Tensor | Quantized:
+        tensor = self._tensors.get(name)
+        self._check(name, None if tensor is None else tuple(tensor.shape), size)
+        assert tensor is not None
+        return tensor
+
+    def _check(self, name: str, found: tuple[int, ...] | None, size: tuple[int, ...]) -> None:
+        if found is None:
             raise ModelError(
                 f"the checkpoint has no tensor {name!r}: it is incomplete, or of another "
                 "architecture than its config says"
             )
-        tensor = self._tensors[name]
-        if tuple(tensor.shape) != size:
+        if found != size:
             raise ModelError(
-                f"tensor {name!r} is {tuple(tensor.shape)}, the config says {size}: config and "
+                f"tensor {name!r} is {found}, the config says {size}: config and "
                 "weights don't belong together"
             )
         self._read.add(name)
+
+    def _ready(self, tensor: torch.Tensor | Quantized) -> torch.Tensor | Quantized:
         shape = self._shape
+        if isinstance(tensor, Quantized):
+            return tensor
+        if shape.bits in (4, 8) and tensor.dim() == 2:
+            return quantize(tensor.detach(), shape.bits)
         return tensor.detach().to(device=shape.device, dtype=shape.dtype, copy=self._copy)
 
     def optional(self, name: str, *size: int) -> torch.Tensor | None:
@@ -217,6 +261,8 @@ class Checkpoint:
         if name not in self._tensors or other not in self._tensors:
             return False
         x, y = self._tensors[name], self._tensors[other]
+        if isinstance(x, Quantized) or isinstance(y, Quantized):
+            return False
         if x.shape != y.shape or x.dtype != y.dtype:
             return False
         return (x.data_ptr() == y.data_ptr() and x.stride() == y.stride()) or torch.equal(x, y)
@@ -253,30 +299,46 @@ def load_layer(read: Checkpoint, index: int, shape: Shape) -> LayerWeights:
     return weights
 
 
+def pack(weight: torch.Tensor | Quantized, bias: torch.Tensor | None, shape: Shape) -> Linear:
+    """A product for the kernels that `shape` runs on."""
+    if shape.native:
+        from hasten.targets.fused_native import NativeLinear
+
+        return NativeLinear(weight, bias)
+    assert not isinstance(weight, Quantized)
+    return make_linear(weight, bias)
+
+
 def _plain(read: Checkpoint, name: str, size: int, shape: Shape) -> Linear:
-    weight = read(f"{name}.weight", shape.hidden, size)
-    return make_linear(weight, read.optional(f"{name}.bias", shape.hidden))
+    weight = read.weight(f"{name}.weight", shape.hidden, size)
+    return pack(weight, read.optional(f"{name}.bias", shape.hidden), shape)
 
 
 def _fused(
     read: Checkpoint, prefix: str, sizes: Mapping[str, int], norm: torch.Tensor, shape: Shape
 ) -> Linear:
     """Several products of one input, after a norm, as one."""
-    weights: list[torch.Tensor] = []
+    weights: list[torch.Tensor | Quantized] = []
     biases: list[torch.Tensor | None] = []
     for name, size in sizes.items():
-        weight = read(f"{prefix}{name}.weight", size, shape.hidden)
+        weight = read.weight(f"{prefix}{name}.weight", size, shape.hidden)
         bias = read.optional(f"{prefix}{name}.bias", size)
         if name in ("q_proj", "k_proj"):
-            weight = _interleave(weight, size // shape.head_dim)
-            bias = None if bias is None else _interleave(bias, size // shape.head_dim)
+            heads = size // shape.head_dim
+            weight = _interleave_weight(weight, heads)
+            bias = None if bias is None else _interleave(bias, heads)
         weights.append(weight)
         biases.append(bias)
-    weight = torch.cat(weights)
+    bias = _joined_bias(biases, list(sizes.values()))
+    dense = [w for w in weights if not isinstance(w, Quantized)]
+    if len(dense) < len(weights):
+        parts = [w if isinstance(w, Quantized) else quantize(w, 8) for w in weights]
+        return pack(joined(parts), bias, shape)
+    whole = torch.cat(dense)
     if shape.folds_norms:
         # The decoder's norm leaves x / |x|: the root of the width belongs to the weight.
-        weight = (weight.float() * (norm.float() * math.sqrt(shape.hidden))).to(shape.dtype)
-    return make_linear(weight, _joined_bias(biases, list(sizes.values())))
+        whole = (whole.float() * (norm.float() * math.sqrt(shape.hidden))).to(shape.dtype)
+    return pack(whole, bias, shape)
 
 
 def _joined_bias(
@@ -294,7 +356,13 @@ def _head_norm(read: Checkpoint, prefix: str, shape: Shape) -> torch.Tensor:
     for name, heads in (("q_norm", shape.heads), ("k_norm", shape.kv_heads)):
         weight = _interleave(read(f"{prefix}{name}.weight", dim), 1)
         parts.append(weight.float().expand(heads, dim))
-    return torch.cat(parts) * math.sqrt(dim)
+    return torch.cat(parts)
+
+
+def _interleave_weight(weight: torch.Tensor | Quantized, heads: int) -> torch.Tensor | Quantized:
+    if isinstance(weight, Quantized):
+        return weight.by_rows(lambda rows: _interleave(rows, heads))
+    return _interleave(weight, heads)
 
 
 def _interleave(rows: torch.Tensor, heads: int) -> torch.Tensor:

@@ -13,7 +13,14 @@ from safetensors import SafetensorError
 
 from hasten.errors import CapabilityError, ModelError, OptionError
 from hasten.targets.base import Target
-from hasten.targets.catalog import KNOWN_WEIGHTS, ModelSource, prepare, repair, resolve
+from hasten.targets.catalog import (
+    KNOWN_WEIGHTS,
+    ModelSource,
+    prepare,
+    repair,
+    resolve,
+    source_gguf,
+)
 from hasten.targets.checkpoint import (
     SafetensorsFolder,
     eos_ids,
@@ -26,20 +33,23 @@ from hasten.targets.engine import (
     why_object_not_fused,
     why_weights_do_not_fit,
 )
+from hasten.targets.exactness import why_not_exact
 from hasten.targets.hf_model import require_eval
+from hasten.targets.load_options import (
+    FusedOptions,
+    Kernels,
+    LoadOptions,
+    check_names,
+    default_device,
+    read_cache_dtype,
+    read_device,
+    read_dtype,
+    read_engine,
+    read_pair,
+)
+from hasten.targets.quantized import GGUFTensors, Quantize
 
 _log = logging.getLogger(__name__)
-
-ENGINES = ("auto", "fused", "transformers")
-
-_DTYPES = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,37 +59,6 @@ class Loaded:
     target: Target
     tokenizer: Any
     source: ModelSource
-
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    """`load_target`'s options, checked; None where the caller named nothing."""
-
-    engine: str
-    dtype: torch.dtype | None
-    device: torch.device | None
-    device_map: Any
-    attn_implementation: str | None
-    trust_remote_code: bool
-    revision: str | None
-
-    def refuse_for_loaded_model(self) -> None:
-        """Raise OptionError for what only makes sense while a model is being loaded."""
-        named = {
-            "dtype": self.dtype,
-            "device": self.device,
-            "device_map": self.device_map,
-            "attn_implementation": self.attn_implementation,
-            "trust_remote_code": self.trust_remote_code or None,
-            "revision": self.revision,
-        }
-        for option, value in named.items():
-            if value is not None:
-                raise OptionError(
-                    option,
-                    "can't be given with a loaded model",
-                    "Load the model with it, or leave it",
-                )
 
 
 def load_target(
@@ -93,6 +72,10 @@ def load_target(
     revision: str | None = None,
     attn_implementation: str | None = None,
     device_map: Any = None,
+    quantize: Quantize | None = None,
+    kernels: Kernels = "auto",
+    kv_dtype: str | torch.dtype | None = None,
+    exact: bool = False,
 ) -> Loaded:
     """Load a model as a target.
 
@@ -110,21 +93,35 @@ def load_target(
     attn_implementation  transformers' attention kind: means the transformers engine
     device_map           transformers' placement over devices: means the transformers engine
 
+    quantize             ``"int8"`` or ``"int4"`` rounds the weights in groups of 32; ``"gguf"``
+                         takes a GGUF file's own blocks as they are. The inputs of products are
+                         rounded to 8 bits then. Lossless means: equal to plain decoding of that
+                         model
+    kernels              of the fused engine: ``"native"`` (hasten's own, compiled once for this
+                         CPU), ``"torch"``, or ``"auto"``: native where they run
+    kv_dtype             of keys and values with native kernels: ``"float32"`` or ``"bfloat16"``;
+                         default: the dtype
+    exact                insist that a row's logits have the same bits whatever else is in its pass,
+                         checked at load, so that speculation in 16 bits or fewer equals plain
+                         decoding always. With native kernels it does anyway
+
     A loaded model is never changed. The fused engine keeps a packed copy of its weights, so later
     changes to the model are not seen. Raises ModelError (not found, incomplete, can't be read),
     OptionError (contradictory or unknown options), CapabilityError (``engine="fused"`` can't run
     it).
     """
     if isinstance(model, tuple):
-        model, tokenizer = _pair(model, tokenizer)
-    options = _Options(
-        engine=_engine(engine),
-        dtype=_dtype(dtype),
-        device=_device(device),
+        model, tokenizer = read_pair(model, tokenizer)
+    check_names(quantize, kernels)
+    options = LoadOptions(
+        engine=read_engine(engine),
+        dtype=read_dtype(dtype),
+        device=read_device(device),
         device_map=device_map,
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
         revision=revision,
+        fused=FusedOptions(quantize, kernels, read_cache_dtype(kv_dtype), exact),
     )
     if device is not None and device_map is not None:
         raise OptionError("device_map", "contradicts device", "Give one of the two")
@@ -133,57 +130,7 @@ def load_target(
     return _load_object(model, tokenizer, options)
 
 
-# -- options ---------------------------------------------------------------------------------------
-
-
-def _pair(pair: tuple[Any, ...], tokenizer: Any) -> tuple[Any, Any]:
-    if len(pair) != 2:
-        raise OptionError("model", f"a tuple must be (model, tokenizer), got {len(pair)} items")
-    if tokenizer is not None:
-        raise OptionError("tokenizer", "given twice: in the pair and by name", "Give it once")
-    return pair[0], pair[1]
-
-
-def _engine(engine: str) -> str:
-    if engine not in ENGINES:
-        raise OptionError("engine", f"unknown: {engine!r}", f"Known: {', '.join(ENGINES)}")
-    return engine
-
-
-def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    if isinstance(dtype, str) and dtype != "auto":
-        if dtype not in _DTYPES:
-            raise OptionError("dtype", f"unknown: {dtype!r}", f"Known: auto, {', '.join(_DTYPES)}")
-        return _DTYPES[dtype]
-    if isinstance(dtype, torch.dtype) and dtype not in _DTYPES.values():
-        raise OptionError(
-            "dtype", f"{dtype} is no dtype to run in", "Known: float32, bfloat16, float16"
-        )
-    return dtype if isinstance(dtype, torch.dtype) else None
-
-
-def _device(device: str | torch.device | None) -> torch.device | None:
-    if device is None or device == "auto":
-        return None
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise OptionError(
-            "device", f"unknown: {device!r}", 'Known: "cpu", "cuda", "mps"'
-        ) from error
-    absent = (found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count()) or (
-        found.type == "mps" and not torch.backends.mps.is_available()
-    )
-    if absent:
-        raise OptionError("device", f"{device} is not there on this machine", 'Take "cpu" or none')
-    return found
-
-
-def _default_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _tokenizer(given: Any, home: Path | str, options: _Options) -> Any:
+def _tokenizer(given: Any, home: Path | str, options: LoadOptions) -> Any:
     """The tokenizer given, or loaded from where `given` says, or from the model's own folder."""
     if given is not None and not isinstance(given, (str, Path)):
         if not (callable(given) and hasattr(given, "decode")):
@@ -211,7 +158,7 @@ def _first_line(error: BaseException) -> str:
 # -- a model by name -------------------------------------------------------------------------------
 
 
-def _load_named(source: ModelSource, tokenizer: Any, options: _Options) -> Loaded:
+def _load_named(source: ModelSource, tokenizer: Any, options: LoadOptions) -> Loaded:
     if options.revision is not None and source.kind != "hub":
         raise OptionError("revision", f"only a Hugging Face model has one, {source.name} has none")
     folder = prepare(source, revision=options.revision, remote_code=options.trust_remote_code)
@@ -227,7 +174,7 @@ def _load_named(source: ModelSource, tokenizer: Any, options: _Options) -> Loade
         raise ModelError(f"{source.name} can't be loaded: {_first_line(error)}.") from error
 
 
-def _open_folder(source: ModelSource, folder: Path, tokenizer: Any, options: _Options) -> Loaded:
+def _open_folder(source: ModelSource, folder: Path, tokenizer: Any, options: LoadOptions) -> Loaded:
     from transformers import AutoConfig, GenerationConfig
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
@@ -245,7 +192,7 @@ def _open_folder(source: ModelSource, folder: Path, tokenizer: Any, options: _Op
         "eos_ids": eos_ids(generation, config, tokenizer),
         "fingerprint": fingerprint,
     }
-    device = options.device or _default_device()
+    device = options.device or default_device()
     reason = why_not_fused(
         config,
         device=device,
@@ -256,10 +203,23 @@ def _open_folder(source: ModelSource, folder: Path, tokenizer: Any, options: _Op
         reason = "its weights are not in safetensors files"
     if reason is None:
         reason = why_weights_do_not_fit(config, tensors)
-    if _choose(options.engine, reason, source.name) == "transformers":
+    if _choose(options, reason, source.name) == "transformers":
         model = _transformers_model(source, folder, dtype, options)
         return Loaded(_transformers_target(model, facts), tokenizer, source)
-    return Loaded(_fused_target(config, tensors, dtype, device, facts), tokenizer, source)
+    blocks = _gguf_blocks(source, config) if options.fused.quantize == "gguf" else tensors
+    target = _fused_target(config, blocks, dtype, device, facts, options.fused)
+    return Loaded(target, tokenizer, source)
+
+
+def _gguf_blocks(source: ModelSource, config: Any) -> Mapping[str, Any]:
+    """The tensors of the GGUF file that the model came from, quantized as they are there."""
+    if source.kind not in ("embedded", "gguf"):
+        raise OptionError(
+            "quantize",
+            f"'gguf' takes a GGUF file's own blocks, and {source.name} comes from none",
+            "Take 'int8' or 'int4'",
+        )
+    return GGUFTensors(source_gguf(source.location), config, source.fingerprint)
 
 
 def _own_dtype(config: Any, tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
@@ -271,7 +231,7 @@ def _own_dtype(config: Any, tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
 
 
 def _transformers_model(
-    source: ModelSource, folder: Path, dtype: torch.dtype, options: _Options
+    source: ModelSource, folder: Path, dtype: torch.dtype, options: LoadOptions
 ) -> Any:
     from transformers import AutoModelForCausalLM
 
@@ -294,14 +254,14 @@ def _transformers_model(
             f"are missing ({missing[0]}, ...)."
         )
     if options.device_map is None and getattr(model, "quantization_method", None) is None:
-        model = model.to(options.device or _default_device())
+        model = model.to(options.device or default_device())
     return model.eval()
 
 
 # -- a loaded model --------------------------------------------------------------------------------
 
 
-def _load_object(model: Any, tokenizer: Any, options: _Options) -> Loaded:
+def _load_object(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
     is_module = isinstance(model, torch.nn.Module) and hasattr(model, "config")
     if not is_module or next(model.parameters(), None) is None:
         raise OptionError(
@@ -333,10 +293,14 @@ def _load_object(model: Any, tokenizer: Any, options: _Options) -> Loaded:
         or why_object_not_fused(model)
         or why_weights_do_not_fit(config, weights)
     )
-    if _choose(options.engine, reason, name) == "fused":
-        target = _fused_target(config, weights, dtype, device, {**facts, "copy": True})
-        reason = why_copy_differs(model, target)
-        if _choose(options.engine, reason, name) == "fused":
+    if options.fused.quantize == "gguf":
+        raise OptionError("quantize", "'gguf' can't be given with a loaded model", "Name the file")
+    if _choose(options, reason, name) == "fused":
+        facts["copy"] = True
+        target = _fused_target(config, weights, dtype, device, facts, options.fused)
+        reason = None if options.fused.quantize else why_copy_differs(model, target)
+        del facts["copy"]
+        if _choose(options, reason, name) == "fused":
             return Loaded(target, tokenizer, source)
     return Loaded(_transformers_target(model, facts), tokenizer, source)
 
@@ -344,8 +308,16 @@ def _load_object(model: Any, tokenizer: Any, options: _Options) -> Loaded:
 # -- engines ---------------------------------------------------------------------------------------
 
 
-def _choose(engine: str, reason: str | None, name: str) -> str:
+def _choose(options: LoadOptions, reason: str | None, name: str) -> str:
     """The engine to take, given why the fused one can't run the model (None: it can)."""
+    engine, asked = options.engine, options.fused.named()
+    if asked is not None:
+        if engine == "transformers":
+            raise OptionError("engine", f"'transformers' has no {asked}", "Take 'auto' or 'fused'")
+        if reason is not None:
+            raise CapabilityError(
+                f"{asked} is the fused engine's, which can't run {name}: {reason}"
+            )
     if engine == "fused" and reason is not None:
         raise CapabilityError(
             f"engine='fused' can't run {name}: {reason}. Take engine='auto' or 'transformers'."
@@ -361,10 +333,29 @@ def _fused_target(
     dtype: torch.dtype,
     device: torch.device,
     facts: Mapping[str, Any],
+    fused: FusedOptions,
 ) -> Target:
     from hasten.targets.fused import FusedTarget
 
-    return FusedTarget.from_tensors(config, tensors, dtype=dtype, device=device, **facts)
+    target = FusedTarget.from_tensors(
+        config,
+        tensors,
+        dtype=dtype,
+        device=device,
+        quantize=fused.quantize,
+        kernels=fused.kernels,
+        kv_dtype=fused.kv_dtype,
+        **facts,
+    )
+    if isinstance(tensors, GGUFTensors) and tensors.dequantised:
+        _log.warning(
+            "%s: %d tensors have GGUF types of other groups; they were rounded to 8 bits anew",
+            target.info.name,
+            len(tensors.dequantised),
+        )
+    if fused.exact and (reason := why_not_exact(target)) is not None:
+        raise CapabilityError(f"exact=True: {target.info.name} isn't bit-exact here, {reason}")
+    return target
 
 
 def _transformers_target(model: Any, facts: Mapping[str, Any]) -> Target:

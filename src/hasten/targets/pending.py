@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import struct
+from array import array
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from hasten.errors import CacheStateError
+
+_SHOWN, _HIDDEN = struct.pack("f", 0.0), struct.pack("f", -math.inf)
+"""What a mask adds to a score."""
 
 
 class Pending:
@@ -24,7 +28,8 @@ class Pending:
         self.depths: list[int] = []
         self.frontier: list[int] = []
         self.held: dict[int, torch.Tensor] = {}
-        self._mask: npt.NDArray[np.float32] = _hidden(16)
+        # What each row sees of the rows up to itself, float32: a parent's begins its children's.
+        self._seen: list[bytes] = []
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -68,36 +73,33 @@ class Pending:
 
     def add(self, tokens: Sequence[int], parents: Sequence[int]) -> None:
         """Append rows at frontier 0; they were admitted."""
-        total = len(self) + len(tokens)
-        if total > len(self._mask):
-            grown = _hidden(2 * total)
-            grown[: len(self), : len(self)] = self._mask[: len(self), : len(self)]
-            self._mask = grown
-        for token, parent in zip(tokens, parents, strict=True):
-            row = len(self.tokens)
-            self._mask[row] = self._mask[parent] if parent >= 0 else -np.inf
-            self._mask[row, row] = 0.0
-            self.tokens.append(token)
-            self.parents.append(parent)
-            self.depths.append(self.depths[parent] + 1 if parent >= 0 else 0)
-            self.frontier.append(0)
+        seen, depths = self._seen, self.depths
+        for row, parent in enumerate(parents, len(self.tokens)):
+            above = seen[parent] if parent >= 0 else b""
+            seen.append(above + _HIDDEN * (row - parent - 1 if parent >= 0 else row) + _SHOWN)
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        self.tokens.extend(tokens)
+        self.parents.extend(parents)
+        self.frontier.extend([0] * len(tokens))
 
     def advance(self, rows: Sequence[int], frontier: int, hidden: torch.Tensor | None) -> None:
         """These rows have passed `frontier` layers; `hidden` ``(len(rows), hidden_size)`` is kept
         for the layers above, None at the top."""
-        for i, row in enumerate(rows):
+        for row in rows:
             self.frontier[row] = frontier
-            if hidden is None:
+            if self.held:
                 self.held.pop(row, None)
-            else:
+        if hidden is not None:
+            for i, row in enumerate(rows):
                 self.held[row] = hidden[i : i + 1]
 
     def drop_last(self, rows: int) -> None:
         """Forget the last `rows` rows."""
         keep = len(self) - rows
-        for row in range(keep, len(self)):
-            self.held.pop(row, None)
-        for values in (self.tokens, self.parents, self.depths, self.frontier):
+        if self.held:
+            for row in range(keep, len(self)):
+                self.held.pop(row, None)
+        for values in (self.tokens, self.parents, self.depths, self.frontier, self._seen):
             del values[keep:]
 
     def clear(self) -> None:
@@ -110,9 +112,18 @@ class Pending:
 
         0 for itself and its ancestors, else -inf; None for one row that sees everything.
         """
-        if len(rows) == 1 and self.depths[rows[0]] + 1 == len(self):
+        numbers = self.mask_numbers(rows)
+        if numbers is None:
             return None
-        return torch.from_numpy(self._mask[list(rows), : len(self)]).to(device)
+        return torch.frombuffer(numbers, dtype=torch.float32).view(len(rows), -1).to(device)
+
+    def mask_numbers(self, rows: Sequence[int]) -> array[float] | None:
+        """The same as plain numbers, row by row: cheaper than a tensor where none is needed."""
+        total = len(self.tokens)
+        if len(rows) == 1 and self.depths[rows[0]] + 1 == total:
+            return None
+        seen = self._seen
+        return array("f", b"".join([seen[row] + _HIDDEN * (total - row - 1) for row in rows]))
 
     def check_path(self, rows: Sequence[int], layers: int) -> None:
         """Raise `CacheStateError` unless `rows` lead down from a root, through all `layers`."""
@@ -129,8 +140,3 @@ class Pending:
                     "layers"
                 )
             previous = row
-
-
-def _hidden(rows: int) -> npt.NDArray[np.float32]:
-    """A mask that shows nothing: C-ordered, so that picking rows copies them in one go."""
-    return np.full((rows, rows), -np.inf, dtype=np.float32)

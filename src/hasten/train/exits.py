@@ -123,7 +123,7 @@ class Feed:
     ) -> None:
         self.features, self.config, self.teacher = features, config, teacher
         self.texts, self.rows = list(texts), rows
-        self._embeddings = target._embeddings
+        self._embeddings = target.torch_decoder.embeddings
         self._last = max(features.layers)
         self._device = target.info.device
 

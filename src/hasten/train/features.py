@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from hasten.errors import OptionError
 from hasten.targets.fused import FusedTarget
+from hasten.targets.fused_layers import TorchDecoder
 
 BATCH_ROWS = 4096
 """Rows of a padded batch at most (a longer text is a batch of its own)."""
@@ -148,37 +149,38 @@ def run_batch(
 ) -> dict[int, torch.Tensor]:
     """Hidden states after each of `layers`, ``(texts, longest, hidden_size)`` in the target's
     dtype; rows past a text's end hold nothing of use."""
-    shape = target._decoder.shape
+    decoder = target.torch_decoder
+    shape = decoder.shape
     width = max(len(text) for text in texts)
     ids = torch.zeros(len(texts), width, dtype=torch.int64)
     for row, text in enumerate(texts):
         ids[row, : len(text)] = torch.tensor(list(text))
     kept: dict[int, torch.Tensor] = {}
     with torch.inference_mode():
-        hidden = F.embedding(ids.to(shape.device).view(-1), target._embeddings)
-        rotary = target._rotary(torch.arange(width, device=shape.device)).repeat(len(texts), 1)
+        hidden = decoder.embed(ids.to(shape.device).view(-1))
+        rotary = decoder.rotary(torch.arange(width, device=shape.device)).repeat(len(texts), 1)
         for index in range(max(layers)):
-            hidden = _layer(target, index, hidden, rotary, len(texts), width)
+            hidden = _layer(decoder, index, hidden, rotary, len(texts), width)
             if index + 1 in layers:
                 kept[index + 1] = hidden.view(len(texts), width, -1)
     return kept
 
 
 def _layer(
-    target: FusedTarget,
+    decoder: TorchDecoder,
     index: int,
     hidden: torch.Tensor,
     rotary: torch.Tensor,
     texts: int,
     width: int,
 ) -> torch.Tensor:
-    decoder, shape = target._decoder, target._decoder.shape
-    layer, buffer = decoder._layers[index], torch.empty_like(hidden)
+    shape = decoder.shape
+    layer, buffer = decoder.layers[index], torch.empty_like(hidden)
     heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
-    qkv = layer.qkv(decoder._norm(hidden, layer.attention_norm, buffer)).float()
+    qkv = layer.qkv(decoder.normalize(hidden, layer.attention_norm, buffer)).float()
     qkv = qkv.view(-1, heads + 2 * kv_heads, dim)
     if layer.head_norm is not None:
-        decoder._normalize_heads(qkv, layer.head_norm)
+        decoder.normalize_heads(qkv, layer.head_norm)
     qkv.view(texts * width, -1).view(torch.complex64).mul_(rotary)
     parts = qkv.to(shape.dtype).view(texts, width, -1, dim).transpose(1, 2)
     q, k, v = parts.split_with_sizes([heads, kv_heads, kv_heads], 1)
@@ -187,5 +189,5 @@ def _layer(
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
     mixed = mixed.transpose(1, 2).reshape(texts * width, heads * dim)
     hidden = layer.out.add(mixed, hidden)
-    gate, up = layer.gate_up(decoder._norm(hidden, layer.mlp_norm, buffer)).chunk(2, 1)
+    gate, up = layer.gate_up(decoder.normalize(hidden, layer.mlp_norm, buffer)).chunk(2, 1)
     return layer.down.add(F.silu(gate).mul_(up), hidden)

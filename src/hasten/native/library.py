@@ -1,0 +1,160 @@
+"""The kernels as Python sees them: the C structs of ``decoder.cpp``, and its functions."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hasten.errors import CapabilityError
+from hasten.native.build import compiled
+
+_log = logging.getLogger(__name__)
+
+F32, BF16, Q8, Q4 = range(4)
+"""Kinds of packed weight; ``linear.h`` says how each is laid out."""
+GROUP = 32
+"""Features of a row that share a scale."""
+LANES = 16
+"""Slots of a tile of keys."""
+
+AVX512, AVX512_BF16, AVX512_VNNI = 1, 2, 4
+"""Bits of `Library.features`."""
+
+_I64, _I32, _F32, _P = ctypes.c_int64, ctypes.c_int32, ctypes.c_float, ctypes.c_void_p
+
+
+class Linear(ctypes.Structure):
+    """A packed weight: `weight` points to blocks, `bias` to floats or to nothing."""
+
+    _fields_ = [
+        ("weight", _P), ("bias", _P), ("in_", _I64), ("out", _I64), ("kind", _I32), ("unused", _I32)
+    ]  # fmt: skip
+
+
+class Layer(ctypes.Structure):
+    """A block's four products and its norms' weights."""
+
+    _fields_ = [
+        ("qkv", Linear), ("out", Linear), ("gate_up", Linear), ("down", Linear),
+        ("attention_norm", _P), ("mlp_norm", _P), ("head_norm", _P),
+    ]  # fmt: skip
+
+
+class Model(ctypes.Structure):
+    """Sizes and weights of a decoder."""
+
+    _fields_ = [
+        ("layers", _I64), ("hidden", _I64), ("inner", _I64), ("heads", _I64), ("kv_heads", _I64),
+        ("dim", _I64), ("half_cache", _I64), ("eps", _F32), ("rope_scale", _F32),
+        ("layer", ctypes.POINTER(Layer)), ("frequencies", _P), ("norm", _P), ("head", Linear),
+    ]  # fmt: skip
+
+
+class Part(ctypes.Structure):
+    """A block of keys and values, and how many of its slots a sequence sees."""
+
+    _fields_ = [("base", _P), ("capacity", _I64), ("slots", _I64)]
+
+
+class Sequence(ctypes.Structure):
+    """A sequence's rows in a pass, see ``attention.h``."""
+
+    _fields_ = [
+        ("parts", ctypes.POINTER(Part)), ("count", _I64), ("committed", _I64), ("pending", _I64),
+        ("rows", _I64), ("slots", _P), ("mask", _P),
+    ]  # fmt: skip
+
+
+class Pass(ctypes.Structure):
+    """One pass, see ``decoder.cpp``."""
+
+    _fields_ = [
+        ("rows", _I64), ("sequences", _I64), ("first", _I64), ("last", _I64), ("threads", _I64),
+        ("hidden", _P), ("positions", _P), ("sequence", ctypes.POINTER(Sequence)), ("taps", _P),
+        ("tapped", _P), ("tap_count", _I64), ("logits", _P), ("wanted", _I64),
+    ]  # fmt: skip
+
+
+class Library:
+    """The loaded kernels. Pointers are tensors' ``data_ptr()``; nothing is checked on the way."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._dll = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise CapabilityError(f"the CPU kernels can't be loaded: {error}") from error
+        sizes = self._function("hasten_sizes", _I64)()
+        structs = (Linear, Layer, Model, Pass, Sequence)
+        if sizes != sum(ctypes.sizeof(s) << 12 * i for i, s in enumerate(structs)):
+            raise CapabilityError("the CPU kernels were built with other structs than Python's")
+        self.features: int = self._function("hasten_features", _I64)()
+        self.weight_bytes = self._function("hasten_weight_bytes", _I64, _I32, _I64, _I64)
+        self.pack = self._function("hasten_pack", None, _I32, _P, _I64, _I64, _P)
+        self.pack_groups = self._function(
+            "hasten_pack_groups", None, _I32, _P, _P, _P, _I64, _I64, _P
+        )
+        self.rows = self._function("hasten_rows", None, _P, _P, _I64, _P)
+        self.multiply = self._function("hasten_multiply", None, _P, _P, _I64, _P, _I64)
+        self.open = self._function("hasten_open", _P)
+        self.close = self._function("hasten_close", None, _P)
+        self.run = self._function("hasten_pass", _I64, _P, _P, _P)
+        self.largest = self._function("hasten_largest", _I64, _P, _I64, _I64, _I64, _P, _P, _I64)
+        self.move = self._function(
+            "hasten_move", None, _P, _I64, _I64, _I64, _I64, _I64, _P, _P, _I64
+        )
+
+    def _function(self, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
+        function: Any = getattr(self._dll, name)
+        function.restype, function.argtypes = result, list(arguments)
+        made: Callable[..., Any] = function
+        return made
+
+
+@cache
+def _load() -> Library | str:
+    if os.environ.get("HASTEN_NATIVE", "1").lower() in ("0", "false", "off", "no"):
+        return "HASTEN_NATIVE switches them off"
+    try:
+        return Library(compiled())
+    except (CapabilityError, OSError) as error:
+        _log.info("no CPU kernels: %s", error)
+        return str(error)
+
+
+def library() -> Library:
+    """The kernels, compiled at first use. Raises CapabilityError, saying why, without them."""
+    found = _load()
+    if isinstance(found, str):
+        raise CapabilityError(found)
+    return found
+
+
+def loaded() -> Library | None:
+    """The kernels where a model runs on them; None, and nothing compiled, as long as none does."""
+    found = _load() if _load.cache_info().currsize else None
+    return found if isinstance(found, Library) else None
+
+
+def why_not_native(dtype: torch.dtype, device: torch.device, head_dim: int) -> str | None:
+    """Why hasten's CPU kernels can't run such a decoder; None when they can."""
+    if device.type != "cpu":
+        return f"they are for the CPU, not for {device.type}"
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"they have no {str(dtype).removeprefix('torch.')}"
+    if head_dim % LANES:
+        return f"head size {head_dim} is no multiple of {LANES}"
+    found = _load()
+    return found if isinstance(found, str) else None
+
+
+def is_fast(kernels: Library, kind: int) -> bool:
+    """Whether this processor has the instructions that products of this kind are written for."""
+    needs = {F32: AVX512, BF16: AVX512_BF16, Q8: AVX512_VNNI, Q4: AVX512_VNNI}[kind]
+    return bool(kernels.features & AVX512 and kernels.features & needs)
