@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from hasten.builtin.common import MOST, START, Policies, opt, start_for
+from hasten.builtin.exit_sources import probe_ms
 from hasten.drafters.ar import Plain
-from hasten.drafters.auto import Auto
+from hasten.drafters.auto import GROWTH, Auto, Worth
 from hasten.drafters.base import Drafter
 from hasten.exits import store
 from hasten.exits.bank import ExitBank
 from hasten.methods import Method, MethodContext, RequestMaker
+from hasten.policies import cost
 from hasten.policies.base import FixedPolicy, Policy
 from hasten.policies.budget import AcceptanceBook
 from hasten.targets.base import Target
@@ -33,6 +35,12 @@ class AutoOptions:
     exits: bool = opt(
         True, "ask the exit module shipped for these weights where copies aren't sure"
     )
+
+
+_COLD = 1.5
+"""A probe after a pass, which has emptied the caches, against one after another probe."""
+_CONTEXT = 256
+_MOST_ASKED = 0.5
 
 
 def _module_at_zero(target: Target) -> ExitBank | None:
@@ -55,12 +63,23 @@ def _auto(options: AutoOptions, context: MethodContext) -> RequestMaker:
     start = start_for(options.start, context)
     exits = _module_at_zero(context.target) if options.exits else None
 
+    least = Worth.LEAST if exits is None else _question(exits, context)
+
     eos = context.target.info.eos_ids
 
     def make(shared: Mapping[str, Any]) -> tuple[Drafter, Policy]:
-        return Auto(start=start, exits=exits, eos_ids=eos), policy(shared)
+        return Auto(start=start, exits=exits, least=least, eos_ids=eos), policy(shared)
 
     return RequestMaker(make, {"counts": AcceptanceBook()})
+
+
+def _question(exits: ExitBank, context: MethodContext) -> float:
+    """What asking the module costs, as a share of a plain pass: it must help as often."""
+    table = context.costs or cost.load(context.target)
+    if table is None:
+        return Worth.LEAST
+    asking = GROWTH.steps * _COLD * probe_ms(exits, 0)
+    return min(asking / table.pass_ms(1, _CONTEXT), _MOST_ASKED)
 
 
 METHODS = (

@@ -101,7 +101,7 @@ def exit_costs(target: Target, bank: ExitBank, table: CostTable, steps: int) -> 
     now, one after the other, the median of a few."""
     curve = table.curve(steps + 2, 256)
     plain, layers = curve[0], target.info.num_layers
-    probes = [_probe_ms(bank, number) / plain for number in range(len(bank.modules))]
+    probes = [probe_ms(bank, number) / plain for number in range(len(bank.modules))]
     return ExitCosts(
         layer=tuple(layer / layers for layer in bank.layers),
         probe=tuple(probes),
@@ -110,7 +110,8 @@ def exit_costs(target: Target, bank: ExitBank, table: CostTable, steps: int) -> 
     )
 
 
-def _probe_ms(bank: ExitBank, number: int, repeats: int = 9) -> float:
+def probe_ms(bank: ExitBank, number: int, repeats: int = 9) -> float:
+    """Milliseconds of one probe of a bank's module, timed now: the median of a few."""
     module = bank.modules[number]
     config, head = module.config, bank.head.local(())
     row = bank.embeddings[:1]

@@ -39,22 +39,23 @@ class Worth:
     """Whether the module is worth asking in this text: how often, lately, it alone named the token
     that came next among its first few.
 
-    A question costs about a tenth of a pass here, whatever comes of it; where it helps less often
-    than `LEAST` it is only asked now and then, to see whether that has changed.
+    A question costs the share `least` of a pass, whatever comes of it; where it helps less often
+    than that it is only asked now and then, to see whether that has changed.
     """
 
     LEAST, HOPE, FADES, PATIENCE = 0.12, 0.3, 0.08, 8
-    __slots__ = ("_helps", "_named", "_theirs", "_waited", "asked")
+    __slots__ = ("_helps", "_least", "_named", "_theirs", "_waited", "asked")
 
-    def __init__(self) -> None:
-        self._helps, self._waited, self.asked = self.HOPE, 0, False
+    def __init__(self, least: float = LEAST) -> None:
+        self._least, self._helps = least, max(self.HOPE, least)
+        self._waited, self.asked = 0, False
         self._theirs: frozenset[int] = frozenset()
         self._named: frozenset[int] = frozenset()
 
     def ask(self) -> bool:
         """Whether to ask now."""
         self._waited += 1
-        return self._helps >= self.LEAST or self._waited >= self.PATIENCE
+        return self._helps >= self._least or self._waited >= self.PATIENCE
 
     def note(self, said: Sequence[int], others: Sequence[int]) -> None:
         """What the module and the other sources named after the pending token."""
@@ -75,6 +76,7 @@ class Auto(BaseDrafter):
     breadth   candidates kept per token
     start     candidates of tokens not seen yet (`hasten.start_rows`); None: there are none
     exits     a module at exit 0, asked where copies aren't sure; None: there is none
+    least     how often it must help for a question to pay (`Worth`)
     eos_ids   nothing is drafted after these
     """
 
@@ -88,11 +90,13 @@ class Auto(BaseDrafter):
         exits: ExitBank | None = None,
         growth: Growth = GROWTH,
         sure: float = SURE,
+        least: float = Worth.LEAST,
         eos_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.breadth, self._start, self._eos_ids = breadth, start, eos_ids
         self._session = None if exits is None else ExitSession(exits)
-        self._growth, self._sure, self._worth = growth, sure, Worth()
+        self._growth, self._sure, self._least = growth, sure, least
+        self._worth = Worth(least)
         taps = () if exits is None else exits.taps
         self.needs = Signals(topk=breadth, hidden=taps, prompt=True)
         self._suffix = Suffix(eos_ids=eos_ids)
@@ -104,7 +108,7 @@ class Auto(BaseDrafter):
         self._successors = SuccessorTable(start=self._start)
         if self._session is not None:
             self._session.begin(prompt, signals)
-            self._worth = Worth()
+            self._worth = Worth(self._least)
         if signals.topk_ids is not None:
             self._successors.update(prompt[-len(signals.topk_ids) :], signals.topk_ids)
 

@@ -1,0 +1,58 @@
+"""``exact=True``: a target is tried at load, and refused where a row's bits depend on its pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.targets.fused_models import fused, llama, random_model
+from tests.tiny_llm import make_model, make_tokenizer
+
+import hasten
+from hasten.errors import CapabilityError
+from hasten.targets.exactness import why_not_exact
+from hasten.targets.fused_native import NativeDecoder
+
+
+def spoiled(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Kernels that give other bits to passes of `rows` rows and more."""
+    run = NativeDecoder.run
+
+    def changed(self: NativeDecoder, hidden: torch.Tensor, *rest: Any) -> Any:
+        count = len(hidden)
+        out, kept, logits = run(self, hidden, *rest)
+        if count >= rows and logits is not None:
+            logits[-1] += 1e-6 * logits[-1].abs().max()
+        return out, kept, logits
+
+    monkeypatch.setattr(NativeDecoder, "run", changed)
+
+
+@pytest.mark.parametrize("options", [{}, {"quantize": "int4"}, {"dtype": torch.bfloat16}])
+def test_the_native_kernels_are_exact(options: dict[str, Any]) -> None:
+    assert why_not_exact(fused(random_model(llama(head_dim=16)), **options)) is None
+
+
+@pytest.mark.parametrize(("rows", "said"), [(2, "chain of 2"), (16, "chain of 16")])
+def test_other_bits_at_other_row_counts_are_found(
+    rows: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = fused(random_model(llama(head_dim=16)), kernels="native")
+    spoiled(monkeypatch, rows)
+    assert said in str(why_not_exact(target))
+
+
+def test_exact_refuses_such_a_model_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = (make_model(head_dim=16), make_tokenizer())
+    assert hasten.load(pair, exact=True, method="ar").target.info.kernels == "native"
+    spoiled(monkeypatch, 3)
+    hasten.load(pair, method="ar")
+    with pytest.raises(CapabilityError, match=r"exact=True: .* isn't bit-exact here"):
+        hasten.load(pair, exact=True, method="ar")
+
+
+def test_exact_is_the_fused_engines() -> None:
+    pair = (make_model(head_dim=16), make_tokenizer())
+    with pytest.raises(hasten.HastenError, match="exact=True"):
+        hasten.load(pair, exact=True, engine="transformers")
