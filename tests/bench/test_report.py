@@ -126,6 +126,14 @@ def page(markup: str) -> Page:
     return Page(markup)
 
 
+def test_the_page_names_kernels_and_quantized_weights(page: Page) -> None:
+    facts = {**ENVIRONMENT, "kernels": "native", "quantize": "int8", "exact": True}
+    shown = Page(render(report(environment=facts))).text
+    for words in ("kernels", "native", "int8", "checked to be bit-exact"):
+        assert words in shown
+        assert words not in page.text
+
+
 # -- one file --------------------------------------------------------------------------------------
 
 

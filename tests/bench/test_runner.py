@@ -122,6 +122,8 @@ def test_the_conditions_are_recorded(report: Report) -> None:
     assert (facts["dtype"], facts["repeats"], facts["command"]) == ("float32", 2, "bench")
     assert facts["fingerprint"]
     assert facts["partial"] is False
+    assert (facts["kernels"], facts["quantize"]) == ("torch", "")
+    assert (facts["kv_dtype"], facts["exact"]) == (None, False)
 
 
 def test_progress_runs_through_the_phases_and_ends_full(
@@ -286,6 +288,11 @@ def test_an_interruption_before_the_first_prompt_is_raised(
         ("temperature", -0.1),
         ("temperature", math.nan),
         ("seed", -1),
+        ("quantize", "int3"),
+        ("kernels", "cuda"),
+        ("kv_dtype", "float16"),
+        ("engine", "steam"),
+        ("dtype", "int3"),
     ],
 )
 def test_a_bad_option_is_refused_by_name(option: str, value: Any) -> None:

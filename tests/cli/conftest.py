@@ -33,6 +33,19 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
+def native_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model that the native kernels can run; skips where there are none."""
+    import torch
+
+    from hasten.native.library import why_not_native
+
+    reason = why_not_native(torch.float32, torch.device("cpu"), 16)
+    if reason is not None:
+        pytest.skip(f"needs the native kernels, and {reason}")
+    return str(save_tiny(tmp_path_factory.mktemp("tiny-native"), head_dim=16))
+
+
+@pytest.fixture(scope="session")
 def llm(tiny_model: str) -> hasten.LLM:
     import hasten
 

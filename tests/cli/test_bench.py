@@ -69,13 +69,16 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_run_prints_each_group_and_writes_the_file(bench: Hasten, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    result = bench("--methods", "ar,prompt-lookup,nodes=4", "--json", str(path))
+    result = bench(
+        *("--methods", "ar,prompt-lookup,nodes=4", "--device", "cpu", "--json", str(path))
+    )
     assert result.exit_code == 0, result.output
     for words in (
         "one (prompts: 1)",
         "two (prompts: 1)",
         "overall (prompts: 2)",
         "prompt-lookup,nodes=4",
+        " in float32 on cpu: fused engine, torch kernels; suite",
     ):
         assert words in result.stdout
     value = json.loads(path.read_text())
@@ -91,11 +94,14 @@ def test_options_reach_the_runner(bench: Hasten, reported: Any) -> None:
         *("--methods", "prompt-lookup,nodes=4,ar", "--methods", "prompt-lookup:hf"),
         *("--limit", "2", "--turns", "all", "--repeats", "3", "--peers", "transformers"),
         *("--dtype", "bfloat16", "--engine", "fused", "--device", "cpu", "--seed", "5"),
+        *("--quantize", "int8", "--kernels", "native", "--kv-dtype", "float32", "--exact"),
     )
     (config,) = calls
     assert config.methods == ("prompt-lookup,nodes=4", "ar", "prompt-lookup:hf")
     assert (config.limit, config.turns, config.repeats, config.seed) == (2, "all", 3, 5)
     assert (config.dtype, config.engine, config.device) == ("bfloat16", "fused", "cpu")
+    assert (config.quantize, config.kernels) == ("int8", "native")
+    assert (config.kv_dtype, config.exact) == ("float32", True)
     assert (config.peers, config.max_new_tokens) == (("transformers",), 8)
 
 
@@ -142,6 +148,14 @@ def test_the_table_fits_80_columns_and_leaves_unknown_figures_out(
     assert all(len(line) <= 80 for line in result.stdout.splitlines())
     assert all(text in result.stdout for text in ("1.40x", "1.36x", "2.04", "81.2", "24/24"))
     assert result.stderr == "note: the machine is busy: 2.1 of 2 cores\n"
+
+
+def test_the_first_line_names_weights_and_kernels(bench: Hasten, reported: Any) -> None:
+    facts = {"model": "m", "dtype": "bfloat16", "device": "cpu", "engine": "fused", "suite": "mini"}
+    facts |= {"kernels": "native", "quantize": "int8", "exact": True}
+    reported(Report(facts, (ROW,)))
+    line = "m in bfloat16, int8 weights on cpu: fused engine, native kernels, exact; suite mini"
+    assert " ".join(bench().stdout.split()).startswith(line)
 
 
 def test_differences_without_excuse_fail_the_run(bench: Hasten, reported: Any) -> None:

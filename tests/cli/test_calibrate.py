@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,3 +181,22 @@ def test_a_stale_table_is_measured_anew(calibrate: Hasten, measured: Any, llm: A
     cost.save(llm.target, old)
     calibrate()
     assert len(measured.calls) == 2
+
+
+def test_a_table_of_other_kernels_or_weights_is_not_taken(llm: Any) -> None:
+    info = llm.target.info
+
+    def key(cache: Any = None, **facts: Any) -> str:
+        shape = SimpleNamespace(cache=cache or info.dtype)
+        target: Any = SimpleNamespace(info=replace(info, **facts), shape=shape)
+        return cost.table_key(target)
+
+    assert key() == cost.table_key(llm.target)
+    others = [
+        key(kernels="native"),
+        key(kernels="native", quantize="int8"),
+        key(kernels="native", quantize="int4"),
+        key(kernels="native", cache=cost.torch.bfloat16),
+        key(engine="transformers", kernels=""),
+    ]
+    assert len({key(), *others}) == 1 + len(others)

@@ -144,3 +144,15 @@ def test_help_tells_the_library_s_defaults() -> None:
     assert len(shown) >= 6
     assert shown == {name: str(params[name]) for name in shown}
     assert told["method"] == DEFAULT_METHOD
+
+
+def test_stats_and_json_name_how_weights_are_quantized(run: Hasten, native_model: str) -> None:
+    line = ["generate", PROMPT, "-n", "4", "--model", native_model, "--device", "cpu"]
+    flags = ["--quantize", "int8", "--kernels", "native", "--dtype", "bfloat16"]
+    stats = run(*line, *flags, "--method", "ar", "--stats").stderr
+    assert "ar in bfloat16, int8 weights" in stats
+    value = json.loads(run(*line, *flags, "--json").stdout)
+    facts = (value["dtype"], value["quantize"], value["kernels"])
+    assert facts == ("bfloat16", "int8", "native")
+    plain = json.loads(run(*line, "--kernels", "torch", "--json").stdout)
+    assert (plain["dtype"], plain["quantize"], plain["kernels"]) == ("float32", "", "torch")

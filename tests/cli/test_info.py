@@ -48,3 +48,42 @@ def test_the_page_fits_80_columns_and_names_what_is_off(run: Hasten, tiny_model:
     assert all(len(line) <= 80 for line in result.stdout.splitlines())
     for words in ("transformers: as asked", "context", "can't", "layer ranges", "fingerprint"):
         assert words in result.stdout
+
+
+def test_the_reason_for_the_kernels_is_given(run: Hasten, tiny_model: str) -> None:
+    def facts(*flags: str) -> tuple[str, str]:
+        shown = json.loads(run("info", tiny_model, "--device", "cpu", "--json", *flags).stdout)
+        return shown["kernels"], shown["kernels_reason"]
+
+    kernels, why = facts()
+    assert kernels == "torch"
+    assert "head size 8 is no multiple of 16" in why
+    assert facts("--kernels", "torch") == ("torch", "as asked")
+    assert facts("--engine", "transformers") == ("", "")
+
+
+def test_packed_weights_are_counted_and_named(run: Hasten, native_model: str) -> None:
+    flags = ["--device", "cpu", "--quantize", "int4"]
+    facts = json.loads(run("info", native_model, *flags, "--json").stdout)
+    assert (facts["kernels"], facts["quantize"], facts["dtype"]) == ("native", "int4", "float32")
+    target = hasten.load(native_model, device="cpu", method="ar", quantize="int4").target
+    assert facts["weight_bytes"] == getattr(target, "weight_bytes", None)
+    assert 0 < facts["weight_bytes"] < 2 * facts["parameters"]
+    page = run("info", native_model, *flags).stdout
+    assert "native: hasten's own" in page
+    assert "float32, int4 weights" in page
+    assert all(len(line) <= 80 for line in page.splitlines())
+
+
+def test_kernels_and_weights_are_told(run: Hasten, tiny_model: str) -> None:
+    from hasten.native.library import why_not_native
+
+    facts = json.loads(run("info", tiny_model, "--kernels", "torch", "--json").stdout)
+    assert (facts["kernels"], facts["kernels_reason"]) == ("torch", "as asked")
+    assert (facts["precision"], facts["quantize"]) == ("float32", "")
+    facts = json.loads(run("info", tiny_model, "--json").stdout)
+    if facts["kernels"] == "torch":  # its heads' size, or no compiler here
+        import torch
+
+        reason = why_not_native(torch.float32, torch.device("cpu"), 8)
+        assert facts["kernels_reason"] == f"not hasten's own: {reason}"

@@ -232,3 +232,21 @@ def test_help_tells_the_library_s_defaults() -> None:
     del given["batch"]
     assert {name: told[name] for name in given} == given
     assert told["source"] == ", ".join(Options().sources)
+
+
+@pytest.mark.parametrize("command", ["data", "exits"])
+def test_the_model_is_loaded_on_the_kernels_that_training_runs_by_hand(
+    run: Hasten, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    import hasten
+
+    asked: list[dict[str, Any]] = []
+
+    def load(model: Any, **options: Any) -> None:
+        asked.append(options)
+        raise hasten.ModelError("that is all")
+
+    monkeypatch.setattr(hasten, "load", load)
+    flags = ["--data", str(tmp_path)] if command == "exits" else []
+    run("train", command, "--model", tiny_model, "--out", str(tmp_path / "out"), *flags)
+    assert [options["kernels"] for options in asked] == ["torch"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +92,37 @@ def test_the_package_s_suite_of_random_prompts_works(verify: Hasten) -> None:
     result = verify("--suite", "adversarial", "--limit", "3", "-n", "4", "--json")
     value = json.loads(result.stdout)
     assert value["greedy"]["total"] + len(value["skipped"]) == 3
+
+
+@pytest.fixture
+def verify_native(run: Hasten, native_model: str, suite: str) -> Hasten:
+    """Runs ``hasten verify`` on native kernels in bfloat16."""
+
+    def call(*args: str) -> Any:
+        line = ["verify", native_model, "--suite", suite, "-n", "24", "--device", "cpu"]
+        return run(*line, "--dtype", "bfloat16", "--kernels", "native", *args)
+
+    return call
+
+
+@pytest.mark.parametrize("flags", [[], ["--quantize", "int8"], ["--quantize", "int4"]])
+def test_answers_on_native_kernels_are_identical(verify_native: Hasten, flags: list[str]) -> None:
+    result = verify_native("--method", "prompt-lookup", *flags)
+    assert result.exit_code == 0, result.stderr
+    assert "native kernels" in result.stdout
+    assert "every answer is identical" in result.stdout
+
+
+@pytest.mark.parametrize("flags", [[], ["--quantize", "int8"]])
+def test_a_difference_on_native_kernels_is_not_excused(
+    verify_native: Hasten, monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    monkeypatch.setitem(verifiers.VERIFIERS, "greedy", believe_drafts)
+    monkeypatch.setattr("hasten.divergence.NEAR_TIE_ULPS", math.inf)
+    monkeypatch.setattr("hasten.targets.load.load_target", lambda *a, **k: pytest.fail("loaded"))
+    result = verify_native(*flags)
+    assert result.exit_code == 1
+    assert "native kernels excuse no difference" in " ".join(result.stdout.split())
+    value = json.loads(verify_native("--json", *flags).stdout)
+    assert value["faults"] == len(value["differences"]) > 0
+    assert (value["kernels"], value["quantize"]) == ("native", "int8" if flags else "")

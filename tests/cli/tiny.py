@@ -12,8 +12,13 @@ TEMPLATE = (
 CONTEXT = 256
 
 
-def save_tiny(folder: Path, *, template: bool = True, family: str = "llama") -> Path:
-    """Write the model (`family` llama or gpt2) and its tokenizer; the same weights each time."""
+def save_tiny(
+    folder: Path, *, template: bool = True, family: str = "llama", head_dim: int = 8
+) -> Path:
+    """Write the model (`family` llama or gpt2) and its tokenizer; the same weights each time.
+
+    The native kernels take a `head_dim` of 16, not of 8.
+    """
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -40,6 +45,7 @@ def save_tiny(folder: Path, *, template: bool = True, family: str = "llama") -> 
                     num_hidden_layers=2,
                     num_attention_heads=4,
                     num_key_value_heads=2,
+                    head_dim=head_dim,
                     max_position_embeddings=CONTEXT,
                     tie_word_embeddings=True,
                 )

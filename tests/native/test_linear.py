@@ -10,8 +10,13 @@ import torch
 
 from hasten.native import library as native
 from hasten.native.build import compiled
+from hasten.native.library import why_not_native
 from hasten.targets.fused_native import NativeLinear
 from hasten.targets.quantized import quantize
+
+if (missing := why_not_native(torch.float32, torch.device("cpu"), 16)) is not None:
+    pytest.skip(f"no CPU kernels here: {missing}", allow_module_level=True)
+
 
 SIZES = [(1, 1), (16, 32), (37, 45), (70, 96), (130, 200)]
 KINDS = ("float32", "bfloat16", "int8", "int4")

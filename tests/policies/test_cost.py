@@ -246,13 +246,17 @@ def test_a_table_belongs_to_weights_engine_dtype_machine_and_threads(
 ) -> None:
     target = ToyTarget()
     keys = {cost.table_key(target), cost.table_key(ToyTarget(seed=1))}
+    for changes in ({"kernels": "native"}, {"quantize": "int8"}, {"quantize": "int4"}):
+        other = ToyTarget()
+        other.info = replace(other.info, **changes)
+        keys.add(cost.table_key(other))
     monkeypatch.setattr(cost.torch, "get_num_threads", lambda: 77)
     keys.add(cost.table_key(target))
     monkeypatch.setattr(cost, "cpu_name", lambda: "slide rule")
     keys.add(cost.table_key(target))
     target.info = replace(target.info, dtype=cost.torch.bfloat16)
     keys.add(cost.table_key(target))
-    assert len(keys) == 5
+    assert len(keys) == 8
 
 
 # -- keeping ---------------------------------------------------------------------------------------

@@ -11,8 +11,12 @@ from tests.tiny_llm import make_model, make_tokenizer
 
 import hasten
 from hasten.errors import CapabilityError
+from hasten.native.library import why_not_native
 from hasten.targets.exactness import why_not_exact
 from hasten.targets.fused_native import NativeDecoder
+
+if (missing := why_not_native(torch.float32, torch.device("cpu"), 16)) is not None:
+    pytest.skip(f"no CPU kernels here: {missing}", allow_module_level=True)
 
 
 def spoiled(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:

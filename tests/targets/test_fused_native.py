@@ -24,9 +24,14 @@ from tests.targets.fused_models import (
 )
 
 from hasten.errors import CapabilityError
+from hasten.native.library import why_not_native
 from hasten.targets.base import Rows
 from hasten.targets.exactness import why_not_exact
 from hasten.targets.fused import FusedTarget
+
+if (missing := why_not_native(torch.float32, torch.device("cpu"), 16)) is not None:
+    pytest.skip(f"no CPU kernels here: {missing}", allow_module_level=True)
+
 
 KINDS: dict[str, Callable[[], Any]] = {
     "llama": llama(head_dim=16),

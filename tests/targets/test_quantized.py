@@ -13,8 +13,12 @@ from tests.tiny_llm import make_model, make_tokenizer
 
 import hasten
 from hasten.errors import CapabilityError, ModelError, OptionError
-from hasten.native.library import Q4, Q8
+from hasten.native.library import Q4, Q8, why_not_native
 from hasten.targets.quantized import GGUFTensors, Quantized, joined, quantize
+
+if (missing := why_not_native(torch.float32, torch.device("cpu"), 16)) is not None:
+    pytest.skip(f"no CPU kernels here: {missing}", allow_module_level=True)
+
 
 CONFIG = SimpleNamespace(model_type="llama", num_attention_heads=4, num_key_value_heads=2)
 

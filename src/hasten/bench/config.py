@@ -9,6 +9,7 @@ from typing import Any
 
 from hasten.errors import OptionError
 from hasten.methods import MethodSpec
+from hasten.targets import load_options
 
 TURNS = ("first", "all")
 STATES = ("cold", "warm", "both")
@@ -74,6 +75,10 @@ class BenchConfig:
             ("seed", 0),
         ):
             _check_whole(name, getattr(self, name), least)
+        load_options.check_names(self.quantize, self.kernels)
+        load_options.read_engine(self.engine)
+        load_options.read_dtype(self.dtype)
+        load_options.read_cache_dtype(self.kv_dtype)
         if self.limit is not None:
             _check_whole("limit", self.limit, 1)
         if self.turns not in TURNS:

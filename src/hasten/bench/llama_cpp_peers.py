@@ -72,6 +72,9 @@ class GeneratorPeer:
                 n_threads_batch=threads,
                 n_gpu_layers=-1 if self._info.device.type == "cuda" else 0,
                 draft_model=self._draft_model(),
+                # With a draft the package writes logits of every token, into room for one batch's
+                # unless told.
+                logits_all=self._draft_model() is not None,
                 verbose=False,
             )
         except (ValueError, RuntimeError) as error:

@@ -43,6 +43,8 @@ _HEADLINE = (
     ("engine", "engine"),
     ("kernels", "kernels"),
     ("weights", "quantize"),
+    ("keys and values", "kv_dtype"),
+    ("checked to be bit-exact", "exact"),
     ("runs on", "device"),
     ("processor", "cpu"),
     ("accelerator", "gpu"),

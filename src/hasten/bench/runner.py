@@ -104,6 +104,7 @@ def _environment(
         "engine": info.engine,
         "kernels": info.kernels,
         "quantize": info.quantize,
+        "kv_dtype": config.kv_dtype and str(config.kv_dtype).removeprefix("torch."),
         "exact": config.exact,
         "fingerprint": info.fingerprint,
         "suite": session.suite.name,

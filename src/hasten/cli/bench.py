@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -113,6 +113,7 @@ Seed = Annotated[
 ]
 
 
+@opt.loads
 def bench(
     model: opt.Model = None,
     methods: Methods = None,
@@ -123,18 +124,13 @@ def bench(
     state: State = None,
     repeats: Repeats = None,
     peers: Peers = None,
-    dtype: opt.Dtype = None,
-    device: opt.Device = None,
-    engine: opt.Engine = None,
-    quantize: opt.Quantize = None,
-    kernels: opt.Kernels = None,
-    kv_dtype: opt.KvDtype = None,
-    exact: opt.Exact = False,
     verify: opt.Verify = None,
     temperature: Temperature = None,
     seed: Seed = None,
     json: JsonFile = None,
     report: ReportFolder = None,
+    *,
+    loading: opt.Loading,
 ) -> None:
     """Measure methods against plain decoding, interleaved on one model, prompt by prompt.
 
@@ -156,18 +152,12 @@ def bench(
         "peers": tuple(name.strip() for text in peers for name in text.split(",") if name.strip())
         if peers
         else None,
-        "dtype": dtype,
-        "device": device,
-        "engine": engine,
-        "quantize": quantize,
-        "kernels": kernels,
-        "kv_dtype": kv_dtype,
-        "exact": exact,
         "verify": verify,
         "temperature": temperature,
         "seed": seed,
     }
-    config = BenchConfig(**{name: value for name, value in given.items() if value is not None})
+    given = {name: value for name, value in given.items() if value is not None}
+    config = BenchConfig(**given, **loading)
     with _page(report) as page:
         with _output("json", json) as target:
             _prepare(config)
@@ -281,12 +271,15 @@ def _bar() -> Iterator[ProgressCallback]:
 
 
 def print_report(report: Report) -> None:
-    """Warnings to stderr; a table for each category and one for all to standard output."""
+    """Warnings to stderr; what ran, and a table for each category and one for all, to stdout."""
     from hasten.bench import OVERALL
 
     for warning in report.warnings:
         err().print(Text("note: ", style="yellow") + Text(warning), soft_wrap=True)
     console = out()
+    if report.environment.get("model"):
+        console.print(_conditions(report.environment))
+        console.print()
     categories = [*report.categories, OVERALL] if len(report.categories) > 1 else [OVERALL]
     for category in categories:
         console.print(_table(report, category))
@@ -301,6 +294,17 @@ def print_report(report: Report) -> None:
             f"answers of lossless methods that differ without excuse: {report.faults}",
             style="bold red",
         )
+
+
+def _conditions(facts: Mapping[str, Any]) -> str:
+    """What was measured, as a line."""
+    weights = f", {facts['quantize']} weights" if facts.get("quantize") else ""
+    kernels = f", {facts['kernels']} kernels" if facts.get("kernels") else ""
+    exact = ", exact" if facts.get("exact") else ""
+    return (
+        f"{facts['model']} in {facts['dtype']}{weights} on {facts['device']}: "
+        f"{facts['engine']} engine{kernels}{exact}; suite {facts['suite']}"
+    )
 
 
 _LEGEND = """\

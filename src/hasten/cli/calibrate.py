@@ -44,20 +44,16 @@ Force = Annotated[
 ]
 
 
+@opt.loads
 def calibrate(
     model: opt.Name = None,
-    dtype: opt.Dtype = None,
-    device: opt.Device = None,
-    engine: opt.Engine = None,
-    quantize: opt.Quantize = None,
-    kernels: opt.Kernels = None,
-    kv_dtype: opt.KvDtype = None,
-    exact: opt.Exact = False,
     rows: RowCounts = None,
     contexts: Contexts = None,
     repeats: Repeats = None,
     force: Force = False,
     json: opt.Json = False,
+    *,
+    loading: opt.Loading,
 ) -> None:
     """Time passes of 1 to 64 rows; methods without a fixed budget draft by these figures.
 
@@ -72,17 +68,7 @@ def calibrate(
         "repeats": repeats,
     }
     given = {name: value for name, value in given.items() if value is not None}
-    target = load_model(
-        model,
-        "ar",
-        dtype=dtype,
-        device=device,
-        engine=engine,
-        quantize=quantize,
-        kernels=kernels,
-        kv_dtype=kv_dtype,
-        exact=exact or None,
-    ).target
+    target = load_model(model, "ar", **loading).target
     _check_room(target, given)
     made = None if force or given else cost.load(target)
     state = "found"

@@ -23,17 +23,11 @@ HELP = """\
 Ctrl-C stops the answer being given; what was said so far is kept."""
 
 
+@opt.loads
 def chat(
     system: opt.System = None,
     model: opt.Model = None,
     method: opt.MethodOption = None,
-    dtype: opt.Dtype = None,
-    device: opt.Device = None,
-    engine: opt.Engine = None,
-    quantize: opt.Quantize = None,
-    kernels: opt.Kernels = None,
-    kv_dtype: opt.KvDtype = None,
-    exact: opt.Exact = False,
     max_new_tokens: opt.MaxNewTokens = None,
     temperature: opt.Temperature = None,
     top_k: opt.TopK = None,
@@ -44,6 +38,8 @@ def chat(
     seed: opt.Seed = None,
     verify: opt.Verify = None,
     stats: opt.Stats = False,
+    *,
+    loading: opt.Loading,
 ) -> None:
     """Talk with the model; a turn runs only what is new since the last one."""
     from hasten.verify import pick_verifier
@@ -59,17 +55,7 @@ def chat(
         seed=seed,
     )
     pick_verifier(verify, greedy=params.is_greedy)
-    llm = load_model(
-        model,
-        method,
-        dtype=dtype,
-        device=device,
-        engine=engine,
-        quantize=quantize,
-        kernels=kernels,
-        kv_dtype=kv_dtype,
-        exact=exact or None,
-    )
+    llm = load_model(model, method, **loading)
     session = Session(llm, system, {"params": params, "verify": verify}, show_stats=stats)
     talk(session, _terminal_lines() if sys.stdin.isatty() else _piped_line)
 

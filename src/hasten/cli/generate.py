@@ -80,6 +80,7 @@ Logprobs = Annotated[
 ]
 
 
+@opt.loads
 def generate(
     prompt: PromptArgument = None,
     prompt_file: PromptFile = None,
@@ -87,13 +88,6 @@ def generate(
     no_template: NoTemplate = False,
     model: opt.Model = None,
     method: opt.MethodOption = None,
-    dtype: opt.Dtype = None,
-    device: opt.Device = None,
-    engine: opt.Engine = None,
-    quantize: opt.Quantize = None,
-    kernels: opt.Kernels = None,
-    kv_dtype: opt.KvDtype = None,
-    exact: opt.Exact = False,
     max_new_tokens: opt.MaxNewTokens = None,
     temperature: opt.Temperature = None,
     top_k: opt.TopK = None,
@@ -109,6 +103,8 @@ def generate(
     trace: Trace = False,
     logprobs: Logprobs = None,
     json: opt.Json = False,
+    *,
+    loading: opt.Loading,
 ) -> None:
     """Answer one prompt, faster than plain decoding and with the same text."""
     _check_output(stream, trace=trace, json=json)
@@ -126,17 +122,7 @@ def generate(
         logprobs=logprobs,
     )
     _check_request(text, params, verify)
-    llm = load_model(
-        model,
-        method,
-        dtype=dtype,
-        device=device,
-        engine=engine,
-        quantize=quantize,
-        kernels=kernels,
-        kv_dtype=kv_dtype,
-        exact=exact or None,
-    )
+    llm = load_model(model, method, **loading)
     request: dict[str, Any] = {
         "params": params,
         "verify": verify,
@@ -250,7 +236,9 @@ def _as_json(llm: LLM, result: Result) -> dict[str, Any]:
         "seed": result.seed,
         "method": result.method,
         "model": llm.target.info.name,
-        "dtype": llm.target.info.precision,
+        "dtype": str(llm.target.info.dtype).removeprefix("torch."),
+        "kernels": llm.target.info.kernels,
+        "quantize": llm.target.info.quantize,
         "metrics": summary_json(result.metrics),
     }
     if result.logprobs is not None:

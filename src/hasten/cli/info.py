@@ -15,30 +15,16 @@ if TYPE_CHECKING:
     from hasten.targets.base import Target
 
 
+@opt.loads
 def info(
     model: opt.Name = None,
-    dtype: opt.Dtype = None,
-    device: opt.Device = None,
-    engine: opt.Engine = None,
-    quantize: opt.Quantize = None,
-    kernels: opt.Kernels = None,
-    kv_dtype: opt.KvDtype = None,
-    exact: opt.Exact = False,
     json: opt.Json = False,
+    *,
+    loading: opt.Loading,
 ) -> None:
     """Show what a model is, which engine runs it and why, and which methods work."""
-    llm = load_model(
-        model,
-        "ar",
-        dtype=dtype,
-        device=device,
-        engine=engine,
-        quantize=quantize,
-        kernels=kernels,
-        kv_dtype=kv_dtype,
-        exact=exact or None,
-    )
-    facts = _facts(llm, model, engine, kernels)
+    llm = load_model(model, "ar", **loading)
+    facts = _facts(llm, model, loading.get("engine"), loading.get("kernels"))
     if json:
         print_json(facts)
     else:

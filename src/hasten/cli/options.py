@@ -6,6 +6,9 @@ tells them (a test compares).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -132,6 +135,43 @@ Exact = Annotated[
         help="Insist on the same bits for a token whatever else is in its pass; checked at load.",
     ),
 ]
+
+Loading = dict[str, Any]
+"""The options of `loads` that were given, by their names in `hasten.load`."""
+
+_LOADING: dict[str, tuple[Any, Any]] = {
+    "dtype": (Dtype, None),
+    "device": (Device, None),
+    "engine": (Engine, None),
+    "quantize": (Quantize, None),
+    "kernels": (Kernels, None),
+    "kv_dtype": (KvDtype, None),
+    "exact": (Exact, False),
+}
+"""Annotation and default by name."""
+
+
+def loads(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the options of loading a model, which its parameter `loading` gets."""
+    whole = signature(command, eval_str=True)
+    own = [p for name, p in whole.parameters.items() if name != "loading"]
+    kind = Parameter.KEYWORD_ONLY
+    added = [
+        Parameter(name, kind, default=default, annotation=annotation)
+        for name, (annotation, default) in _LOADING.items()
+    ]
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        named = {name: values.pop(name) for name in _LOADING}
+        given = {name: named[name] for name, (_, empty) in _LOADING.items() if named[name] != empty}
+        command(**values, loading=given)
+
+    made = whole.replace(parameters=[*own, *added])
+    run.__signature__ = made  # type: ignore[attr-defined]  # typer reads both
+    run.__annotations__ = {p.name: p.annotation for p in made.parameters.values()}
+    return run
+
 
 MaxNewTokens = Annotated[
     int | None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -95,16 +95,28 @@ def load_model(model: str | None, method: str | None, **options: Any) -> LLM:
     from hasten import methods
     from hasten.targets.catalog import prepare, resolve
 
+    chosen = {key: value for key, value in options.items() if value is not None}
     if method is not None:
         methods.parse(method)  # a typing error is told before anything is fetched
+    _check_loading(chosen)
     source = resolve(model)
     prepare(source)  # fetching and converting show bars of their own
-    chosen = {key: value for key, value in options.items() if value is not None}
     if method is not None:
         chosen["method"] = method
     with busy(f"loading {source.name}"):
         quiet_transformers()
         return hasten.load(model, **chosen)
+
+
+def _check_loading(given: Mapping[str, Any]) -> None:
+    """The library's own checks of names, before anything is fetched. Raises OptionError."""
+    from hasten.targets import load_options
+
+    load_options.check_names(given.get("quantize"), given.get("kernels", "auto"))
+    load_options.read_engine(given.get("engine", "auto"))
+    load_options.read_dtype(given.get("dtype"))
+    load_options.read_cache_dtype(given.get("kv_dtype"))
+    load_options.read_device(given.get("device"))
 
 
 def quiet_transformers() -> None:

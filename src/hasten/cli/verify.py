@@ -34,6 +34,7 @@ Seed = Annotated[int, typer.Option("--seed", help="Prompt i draws with seed + i.
 Length = Annotated[int, typer.Option("--max-new-tokens", "-n", help="Longest answer, in tokens.")]
 
 
+@opt.loads
 def verify(
     name: opt.Name = None,
     model: opt.Model = None,
@@ -43,20 +44,15 @@ def verify(
     max_new_tokens: Length = 64,
     temperature: Temperature = 0.8,
     seed: Seed = 0,
-    dtype: opt.Dtype = None,
-    device: opt.Device = None,
-    engine: opt.Engine = None,
-    quantize: opt.Quantize = None,
-    kernels: opt.Kernels = None,
-    kv_dtype: opt.KvDtype = None,
-    exact: opt.Exact = False,
     json: opt.Json = False,
+    *,
+    loading: opt.Loading,
 ) -> None:
     """Compare a method's answers with plain decoding's, greedy and sampled.
 
-    The exit code is 1 when one differs without excuse. In float32 every answer must be identical;
-    in lower precision a difference is excused only as a measured near tie, re-scored in the same
-    precision and in float32.
+    The exit code is 1 when one differs without excuse. In float32, and with hasten's own kernels in
+    any precision, every answer must be identical; else a difference is excused only as a measured
+    near tie, re-scored in the same precision and in float32.
     """
     opt.sampling(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
     if temperature == 0:
@@ -69,19 +65,10 @@ def verify(
     if name is not None and model is not None:
         raise OptionError("model", "is given twice", "Name it once, with --model or without")
     model = model if name is None else name
-    llm = load_model(
-        model,
-        method,
-        dtype=dtype,
-        device=device,
-        engine=engine,
-        quantize=quantize,
-        kernels=kernels,
-        kv_dtype=kv_dtype,
-        exact=exact or None,
-    )
+    llm = load_model(model, method, **loading)
     prompts = make_prompts(llm)
-    proof = _prove(llm, prompts, _reference(llm, model, device), max_new_tokens, temperature, seed)
+    reference = _reference(llm, model, loading.get("device"))
+    proof = _prove(llm, prompts, reference, max_new_tokens, temperature, seed)
     if json:
         print_json(_as_json(proof, llm, suite))
     else:
@@ -117,14 +104,16 @@ def _prompts(suite: str, limit: int | None) -> Callable[[LLM], list[Prompt]]:
     return make
 
 
-def _reference(llm: LLM, model: str | None, device: str | None) -> Callable[[], Target]:
-    """Judges near ties: the same weights in float32. Quantized weights are their own judge."""
+def _reference(llm: LLM, model: str | None, device: str | None) -> Callable[[], Target] | None:
+    """Judges near ties: the same weights in float32. None where no difference is excused: the
+    native kernels give a row the same bits in every pass, and quantized weights run on them alone.
+    """
+    if llm.target.info.kernels == "native":
+        return None
 
     def load() -> Target:
         from hasten.targets.load import load_target
 
-        if llm.target.info.quantize:
-            return llm.target
         return load_target(model, dtype="float32", device=device).target
 
     return load
@@ -133,7 +122,7 @@ def _reference(llm: LLM, model: str | None, device: str | None) -> Callable[[], 
 def _prove(
     llm: LLM,
     prompts: list[Prompt],
-    reference: Callable[[], Target],
+    reference: Callable[[], Target] | None,
     max_new_tokens: int,
     temperature: float,
     seed: int,
@@ -160,9 +149,10 @@ def _print(proof: Proof, llm: LLM, suite: str, temperature: float) -> None:
 
     console = out()
     info = llm.target.info
+    kernels = f", {info.kernels} kernels" if info.kernels else ""
     console.print(
         f"{proof.method} against plain decoding: {info.name} in {info.precision} "
-        f"({info.engine} engine), suite {suite}"
+        f"({info.engine} engine{kernels}), suite {suite}"
     )
     lossless = get(llm.method.name).lossless
     if lossless != "yes":
@@ -184,10 +174,10 @@ def _print(proof: Proof, llm: LLM, suite: str, temperature: float) -> None:
             )
     for index, why in proof.skipped:
         err().print(f"skipped prompt {index}: {why}", soft_wrap=True)
-    console.print(_verdict(proof))
+    console.print(_verdict(proof, native=info.kernels == "native"))
 
 
-def _verdict(proof: Proof) -> Text:
+def _verdict(proof: Proof, *, native: bool) -> Text:
     different = sum(not check.identical for check in proof.checks)
     if not proof.checks:
         return Text("nothing was compared: every prompt was skipped", style="bold red")
@@ -198,7 +188,10 @@ def _verdict(proof: Proof) -> Text:
             f"lossless here up to rounding: answers that part at a measured near tie: {different}",
             style="bold green",
         )
-    why = "float32 excuses no difference" if proof.exact else "not a near tie"
+    why = "not a near tie"
+    if proof.exact or native:
+        why = "float32 excuses" if proof.exact else "native kernels excuse"
+        why += " no difference"
     return Text(
         f"NOT lossless: answers that differ without excuse: {len(proof.faults)} ({why})",
         style="bold red",
@@ -213,8 +206,10 @@ def _as_json(proof: Proof, llm: LLM, suite: str) -> dict[str, Any]:
     return {
         "method": proof.method,
         "model": llm.target.info.name,
-        "dtype": llm.target.info.precision,
+        "dtype": str(llm.target.info.dtype).removeprefix("torch."),
         "engine": llm.target.info.engine,
+        "kernels": llm.target.info.kernels,
+        "quantize": llm.target.info.quantize,
         "suite": suite,
         "ok": proof.ok,
         **counts,

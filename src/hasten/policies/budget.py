@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from hasten.drafters.ranks import prior
 from hasten.drafts import prune
@@ -85,6 +86,9 @@ class AcceptanceBook:
 
 
 _NONE = (0.0, 0.0)
+
+_prior = lru_cache(maxsize=4096)(prior)
+"""Keys are few, and come again every round."""
 
 
 class BudgetPolicy:
@@ -169,7 +173,7 @@ class BudgetPolicy:
             keys.append(key)
             rate = rates.get(key)
             if rate is None:
-                shared = self._shared[key] = book.rate(key, prior(*key), PRIOR_WEIGHT)
+                shared = self._shared[key] = book.rate(key, _prior(*key), PRIOR_WEIGHT)
                 rate = rates[key] = own.rate(key, min(shared * luck, 0.97), weight)
             each = chance[parent] * rate
             if parent in drawn:

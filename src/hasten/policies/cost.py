@@ -209,8 +209,9 @@ class CostModel:
 
 
 def table_key(target: Target) -> str:
-    """What a table belongs to: weights, engine and kernels, dtype, machine, threads, torch."""
+    """What a table belongs to: weights, engine and kernels, dtypes, machine, threads, torch."""
     info = target.info
+    cache = getattr(getattr(target, "shape", None), "cache", info.dtype)
     device = info.device.type
     if device == "cuda":
         device = torch.cuda.get_device_name(info.device)
@@ -219,7 +220,7 @@ def table_key(target: Target) -> str:
     parts = (
         info.fingerprint or info.name,
         "-".join(filter(None, (info.engine, info.kernels, info.quantize))),
-        str(info.dtype).removeprefix("torch."),
+        "-kv-".join(str(x).removeprefix("torch.") for x in dict.fromkeys((info.dtype, cache))),
         device,
         f"threads={torch.get_num_threads()}",
         f"torch={torch.__version__}",
