@@ -285,7 +285,8 @@ def main() -> int:
                 if target.info.engine == "fused" and {1, 2} <= set(ms):
                     over = ms[1] / ms[2]
                     if over > ONE_ROW_TOLERANCE:
-                        print(f"one row costs {over:.3f} of two", file=sys.stderr)
+                        which = f"{target.info.precision}, {target.info.kernels} kernels"
+                        print(f"{which}: one row costs {over:.3f} of two", file=sys.stderr)
                         failed = True
         targets.clear()
         gc.collect()
