@@ -34,12 +34,12 @@ def argmax_rows(logits: torch.Tensor) -> list[int]:
         return out
     if (kernels := _kernels(logits, 1)) is not None:
         rows, vocab = logits.shape
-        found_ids, top = array("q", bytes(8 * rows)), array("f", bytes(4 * rows))
+        lowest, values_of = array("q", bytes(8 * rows)), array("f", bytes(4 * rows))
         if not kernels.largest(
-            logits.data_ptr(), rows, vocab, 1, top.buffer_info()[0], found_ids.buffer_info()[0],
+            logits.data_ptr(), rows, vocab, 1, values_of.buffer_info()[0], lowest.buffer_info()[0],
             torch.get_num_threads(),
         ):  # fmt: skip
-            return found_ids.tolist()
+            return lowest.tolist()
     if logits.dtype == torch.float32:
         numbers = logits.numpy()
         best = numbers.argmax(-1)
