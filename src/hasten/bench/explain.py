@@ -10,7 +10,7 @@ from hasten.api import LLM
 from hasten.bench.stats import Difference, Item, Measured
 from hasten.divergence import Divergence, explain_divergence
 from hasten.prove import DrawDivergence, explain_draw
-from hasten.targets.base import Target
+from hasten.targets.base import Target, TargetInfo
 from hasten.targets.load import load_target
 from hasten.types import SamplingParams
 
@@ -19,13 +19,22 @@ OnStep = Callable[[int, int], None]
 
 
 def float32_reference(llm: LLM) -> Target | None:
-    """The LLM's model in float32: itself, or loaded anew; None for one given as a loaded object."""
-    source, info = llm._loaded.source, llm.target.info
-    if info.dtype == torch.float32:
+    """The LLM's model in float32: itself, or loaded anew; None for one given as a loaded object.
+
+    Itself too where nothing is excused: other weights can't judge quantized ones.
+    """
+    source = llm._loaded.source
+    if _nothing_is_excused(llm.target.info):
         return llm.target
     if source.kind == "object":
         return None
-    return load_target(source.location, dtype=torch.float32, device=info.device).target
+    device = llm.target.info.device
+    return load_target(source.location, dtype=torch.float32, device=device).target
+
+
+def _nothing_is_excused(info: TargetInfo) -> bool:
+    """In float32, and on the native kernels, where a row's bits don't depend on its pass."""
+    return info.dtype == torch.float32 or info.kernels == "native"
 
 
 def find_differences(
@@ -45,7 +54,7 @@ def find_differences(
     exact   methods that must give plain decoding's ids; the others' differences are "unexplained"
     limit   at most this many are re-scored; in float32 all are faults whether re-scored or not
 
-    In float32 nothing is excused. In lower precision the two candidates must be a near tie
+    In float32 and on the native kernels nothing is excused. In lower precision the two candidates must be a near tie
     (greedy), or rounding must be able to make the draw either of them (sampled), see
     `hasten.divergence` and `hasten.prove`.
     """
@@ -103,8 +112,8 @@ def _judge(
 ) -> tuple[str, str]:
     """Kind of a difference, and what was measured about it ("": nothing)."""
     why = scored.describe() if scored is not None else ""
-    if exact and llm.target.info.dtype == torch.float32:
-        return "fault", why and f"{why} (in float32 nothing is excused)"
+    if exact and _nothing_is_excused(llm.target.info):
+        return "fault", why and f"{why} (here nothing is excused)"
     if not exact or scored is None or reference is None:
         return "unexplained", why if reference is not None else ""
     return ("near tie" if scored.near_tie else "fault"), why
