@@ -54,9 +54,9 @@ def find_differences(
     exact   methods that must give plain decoding's ids; the others' differences are "unexplained"
     limit   at most this many are re-scored; in float32 all are faults whether re-scored or not
 
-    In float32 and on the native kernels nothing is excused. In lower precision the two candidates must be a near tie
-    (greedy), or rounding must be able to make the draw either of them (sampled), see
-    `hasten.divergence` and `hasten.prove`.
+    In float32 and on the native kernels nothing is excused. In lower precision the two candidates
+    must be a near tie (greedy), or rounding must be able to make the draw either of them (sampled),
+    see `hasten.divergence` and `hasten.prove`.
     """
     found = [
         (method, at, other)
