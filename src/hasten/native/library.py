@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hasten.errors import CapabilityError
+from hasten.errors import CapabilityError, ModelError
 from hasten.native.build import compiled
 
 _log = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ def _load() -> Library | str:
         return "HASTEN_NATIVE switches them off"
     try:
         return Library(compiled())
-    except (CapabilityError, OSError) as error:
+    except (CapabilityError, ModelError, OSError) as error:
         _log.info("no CPU kernels: %s", error)
         return str(error)
 
