@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,14 +20,14 @@ if (missing := why_not_native(torch.float32, torch.device("cpu"), 16)) is not No
     pytest.skip(f"no CPU kernels here: {missing}", allow_module_level=True)
 
 
-def spoiled(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """Kernels that give other bits to passes of `rows` rows and more."""
+def spoiled(monkeypatch: pytest.MonkeyPatch, where: Callable[[int], bool]) -> None:
+    """Kernels that give other bits to passes whose number of rows is one of those."""
     run = NativeDecoder.run
 
     def changed(self: NativeDecoder, hidden: torch.Tensor, *rest: Any) -> Any:
         count = len(hidden)
         out, kept, logits = run(self, hidden, *rest)
-        if count >= rows and logits is not None:
+        if where(count) and logits is not None:
             logits[-1] += 1e-6 * logits[-1].abs().max()
         return out, kept, logits
 
@@ -43,14 +44,24 @@ def test_other_bits_at_other_row_counts_are_found(
     rows: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = fused(random_model(llama(head_dim=16)), kernels="native")
-    spoiled(monkeypatch, rows)
+    spoiled(monkeypatch, lambda count: count >= rows)
     assert said in str(why_not_exact(target))
+
+
+@pytest.mark.parametrize(("rows", "said"), [(66, "of a tree"), (40, "of a prompt")])
+def test_other_bits_in_trees_or_prompts_alone_are_found(
+    rows: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = fused(random_model(llama(head_dim=16)), kernels="native")
+    spoiled(monkeypatch, lambda count: count == rows)
+    assert said in str(why_not_exact(target))
+    assert target.bytes_in_use == 0
 
 
 def test_exact_refuses_such_a_model_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = (make_model(head_dim=16), make_tokenizer())
     assert hasten.load(pair, exact=True, method="ar").target.info.kernels == "native"
-    spoiled(monkeypatch, 3)
+    spoiled(monkeypatch, lambda count: count >= 3)
     hasten.load(pair, method="ar")
     with pytest.raises(CapabilityError, match=r"exact=True: .* isn't bit-exact here"):
         hasten.load(pair, exact=True, method="ar")

@@ -9,11 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.exits.layerskip import COSTS
+from tests.targets.checkpoints import load, logits_of, tiny_llama
+from tests.targets.fused_models import fused, llama, random_model
+from tests.targets.test_gguf_file import write_gguf
 from tests.tiny_llm import make_model, make_tokenizer
 
 import hasten
 from hasten.errors import CapabilityError, ModelError, OptionError
+from hasten.native import library as native
 from hasten.native.library import Q4, Q8, why_not_native
+from hasten.policies import cost
+from hasten.targets.catalog import prepare
+from hasten.targets.checkpoint import SafetensorsFolder
 from hasten.targets.quantized import GGUFTensors, Quantized, joined, quantize
 
 if (missing := why_not_native(torch.float32, torch.device("cpu"), 16)) is not None:
@@ -130,6 +138,52 @@ def test_types_of_other_groups_are_rounded_anew_and_named(gguf: Path) -> None:
     assert tensors.dequantised == {"model.layers.0.mlp.up_proj.weight"}
 
 
+def test_a_whole_file_has_the_weights_that_transformers_reads_and_nearly_its_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gguf
+    from gguf import GGMLQuantizationType as Kind
+    from transformers import AutoConfig
+
+    native.library()  # compiled now, not into the cache of this test
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
+    kinds = {"ffn_up": Kind.Q4_0, "attn_k": Kind.Q4_1, "attn_v": Kind.Q4_0, "ffn_down": Kind.Q5_0}
+    add, turned = gguf.GGUFWriter.add_tensor, gguf.GGUFWriter.add_rope_dimension_count
+
+    def packed(self: Any, name: str, data: Any) -> None:
+        if data.ndim == 1:
+            return add(self, name, data)
+        kind = next((kind for part, kind in kinds.items() if part in name), Kind.Q8_0)
+        return add(self, name, gguf.quantize(data, kind), raw_dtype=kind)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf.GGUFWriter, "add_tensor", packed)
+        patch.setattr(gguf.GGUFWriter, "add_rope_dimension_count", lambda self, _: turned(self, 16))
+        sizes = {"hidden_size": 64, "intermediate_size": 96, "initializer_range": 0.2}
+        write_gguf(tmp_path / "tiny.gguf", tiny_llama(tie_word_embeddings=True, **sizes))
+    whole = load(tmp_path / "tiny.gguf")
+    folder = prepare(whole.source)
+    theirs, config = SafetensorsFolder(folder), AutoConfig.from_pretrained(folder)
+    ours = GGUFTensors(tmp_path / "tiny.gguf", config, "c" * 64)
+    assert set(ours) == set(theirs)
+    for name in theirs:
+        if "down_proj" not in name:
+            assert torch.equal(dense(ours[name]), theirs[name]), name
+    assert ours.dequantised == set()
+    rounded = load(tmp_path / "tiny.gguf", quantize="gguf")
+    assert rounded.target.info.quantize == "gguf"
+    want = logits_of(whole)
+    assert (logits_of(rounded) - want).norm() <= 0.05 * want.norm()
+
+
+def test_a_damaged_note_of_where_tensors_lie_is_made_again(gguf: Path, tmp_path: Path) -> None:
+    names = set(GGUFTensors(gguf, CONFIG, "b" * 64))
+    (note,) = (tmp_path / "cache" / "gguf").iterdir()
+    for damage in ("", "{", "[]", '{"output_norm.weight": 1}'):
+        note.write_text(damage)
+        assert set(GGUFTensors(gguf, CONFIG, "b" * 64)) == names
+
+
 def test_a_cut_file_is_refused(gguf: Path) -> None:
     gguf.write_bytes(gguf.read_bytes()[:400])
     with pytest.raises(ModelError, match="can't be read"):
@@ -148,20 +202,43 @@ def test_gguf_needs_a_gguf_file_and_names_are_checked_first() -> None:
         hasten.load(pair, quantize="int8", engine="transformers")
 
 
+METHODS = [
+    "prompt-lookup",
+    "racer",
+    "recycling",
+    "suffix",
+    "adapld",
+    "ptd",
+    "lookahead",
+    "early-exit:layerskip,exits=1,length=3",
+    "del,head=own",
+    "auto",
+]
+
+
 @pytest.mark.parametrize("options", [{}, {"quantize": "int8"}, {"quantize": "int4"}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("method", ["racer", "prompt-lookup", "recycling", "adapld", "ptd", "auto"])
+@pytest.mark.parametrize("method", METHODS)
 def test_every_method_answers_what_plain_decoding_answers(
-    method: str, dtype: torch.dtype, options: dict[str, Any]
+    method: str, dtype: torch.dtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cost, "load_or_measure", lambda target: COSTS)
     model = make_model(head_dim=16).to(dtype)
     llm = hasten.load((model, make_tokenizer()), method="ar", kernels="native", **options)
+    drafted = 0
     for prompt in ("abcabcabc", "to be or not to be, that is", "1 2 3 4 5 6 7"):
         want = llm.generate(prompt, max_new_tokens=40, ignore_eos=True)
         got = llm.generate(prompt, max_new_tokens=40, ignore_eos=True, method=method)
         assert got.tokens == want.tokens
+        drafted += got.metrics.drafted
+    assert drafted > 0
 
 
 def test_a_model_the_kernels_cannot_run_is_refused_with_quantize() -> None:
     with pytest.raises(CapabilityError, match="multiple of 16"):
         hasten.load((make_model(), make_tokenizer()), quantize="int8")
+
+
+def test_weights_are_rounded_on_the_cpu_alone() -> None:
+    with pytest.raises(CapabilityError, match="quantize='int8' needs hasten's CPU kernels"):
+        fused(random_model(llama(head_dim=16)), device="cuda", quantize="int8")

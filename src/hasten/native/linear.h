@@ -80,13 +80,18 @@ inline void prepare(const Inputs &in, int64_t row, const float *x, int64_t from,
       uint16_t *to16 = reinterpret_cast<uint16_t *>(out) + at;
       for (int i = 0; i < GROUP; ++i) to16[i] = to_bf16(group[i]);
     } else {
-      float top = 0;
-      for (int i = 0; i < GROUP; ++i) top = std::fabs(group[i]) > top ? std::fabs(group[i]) : top;
-      const float scale = top / 127.0f, inverse = top > 0 ? 127.0f / top : 0.0f;
+      float top = 0, odd = 0;  // NaN where a number isn't finite: so is the scale, then
+      for (int i = 0; i < GROUP; ++i) {
+        top = std::fabs(group[i]) > top ? std::fabs(group[i]) : top;
+        odd += group[i] * 0.0f;
+      }
+      const bool finite = odd == 0.0f;
+      const float scale = finite ? top / 127.0f : odd;
+      const float inverse = finite && top > 1e-30f ? 127.0f / top : 0.0f;
       int8_t *to8 = reinterpret_cast<int8_t *>(out) + at;
       int32_t total = 0;
       for (int i = 0; i < GROUP; ++i) {
-        const int32_t q = int32_t(std::nearbyintf(group[i] * inverse));
+        const int32_t q = finite ? int32_t(std::nearbyintf(group[i] * inverse)) : 0;
         to8[i] = int8_t(q);
         total += q;
       }

@@ -96,6 +96,8 @@ def build_decoder(
     native = _choose(config, dtype, device, quantize, kernels)
     if kv_dtype is not None and not native:
         raise OptionError("kv_dtype", "is a choice of the native kernels", "Leave it out")
+    if kv_dtype not in (None, torch.float32, torch.bfloat16):
+        raise OptionError("kv_dtype", f"can't be {kv_dtype}", "Known: float32, bfloat16")
     shape, frequencies = read_config(
         config, dtype, device, native=native, bits=_BITS[quantize], cache=kv_dtype
     )

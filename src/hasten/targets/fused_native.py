@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from hasten.errors import ModelError
+from hasten.errors import CapabilityError, ModelError
 from hasten.native import library as native
 from hasten.native.library import why_not_native
 from hasten.targets.base import Ends
@@ -119,6 +119,8 @@ def _kind_of(weight: torch.Tensor | Quantized) -> tuple[int, torch.dtype]:
     """The kind it is packed as, and the dtype of the dense weight."""
     if isinstance(weight, Quantized):
         return weight.kind, torch.float32
+    if weight.dtype not in (torch.float32, torch.bfloat16):
+        raise CapabilityError(f"the CPU kernels have no weights of {weight.dtype}")
     return native.BF16 if weight.dtype == torch.bfloat16 else native.F32, weight.dtype
 
 

@@ -204,7 +204,7 @@ def _places(path: Path, fingerprint: str) -> dict[str, _Place]:
     try:
         noted = json.loads(note.read_text(encoding="utf-8"))
         return {n: _Place(k, tuple(shape), o, b) for n, (k, shape, o, b) in noted.items()}
-    except (OSError, ValueError, TypeError):  # not there yet, or damaged
+    except (OSError, ValueError, TypeError, AttributeError):  # not there yet, or damaged
         found = _read_places(path)
     note.parent.mkdir(exist_ok=True)
     with scratch("gguf") as work:
