@@ -76,7 +76,7 @@ def test_packed_weights_are_counted_and_named(run: Hasten, native_model: str) ->
 
 
 def test_kernels_and_weights_are_told(run: Hasten, tiny_model: str) -> None:
-    from hasten.native.library import why_not_native
+    from hasten.native.library import why_not_quick
 
     facts = json.loads(run("info", tiny_model, "--kernels", "torch", "--json").stdout)
     assert (facts["kernels"], facts["kernels_reason"]) == ("torch", "as asked")
@@ -85,5 +85,5 @@ def test_kernels_and_weights_are_told(run: Hasten, tiny_model: str) -> None:
     if facts["kernels"] == "torch":  # its heads' size, or no compiler here
         import torch
 
-        reason = why_not_native(torch.float32, torch.device("cpu"), 8)
+        reason = why_not_quick(torch.float32, torch.device("cpu"), 8)
         assert facts["kernels_reason"] == f"not hasten's own: {reason}"

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from tests.targets.fused_models import fused, llama, random_model
+from tests.tiny_llm import make_model, make_tokenizer
 
+import hasten
 from hasten.errors import CapabilityError, OptionError
 from hasten.native import build, library
 
@@ -167,3 +169,19 @@ def test_what_the_kernels_are_made_of_is_in_their_key(
 def test_the_library_is_kept_by_its_key() -> None:
     assert build.compiled() == build.compiled()
     assert build.compiled().parent != build.compiled(portable=True).parent
+
+
+def test_where_they_are_not_quick_they_run_only_when_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if (reason := library.why_not_native(torch.float32, torch.device("cpu"), 16)) is not None:
+        pytest.skip(f"no CPU kernels here: {reason}")
+    monkeypatch.setattr(library.library(), "features", 0)
+    model = random_model(llama(head_dim=16))
+    assert "AVX-512" in str(library.why_not_quick(torch.float32, torch.device("cpu"), 16))
+    assert fused(model).info.kernels == "torch"
+    assert fused(model, kernels="native").info.kernels == "native"
+    assert fused(model, quantize="int8").info.kernels == "native"
+    pair = (make_model(head_dim=16), make_tokenizer())
+    assert hasten.load(pair, method="ar").target.info.kernels == "torch"
+    assert hasten.load(pair, method="ar", exact=True).target.info.kernels == "native"

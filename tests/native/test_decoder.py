@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.targets import tiny_models as tiny
-from tests.targets.fused_models import chain, close, fused, llama, qwen3, random_model
+from tests.targets.fused_models import WEIGHTS, chain, close, fused, llama, qwen3, random_model
 
 from hasten.errors import ContextError, ModelError, OptionError
 from hasten.native import library as native
@@ -32,14 +32,6 @@ MODELS: dict[str, Callable[[], Any]] = {
     "threes": qwen3(head_dim=48, num_attention_heads=6),  # three queries a key
     "odd": llama(head_dim=80, hidden_size=36, intermediate_size=70, num_key_value_heads=1),
 }
-WEIGHTS: dict[str, dict[str, Any]] = {
-    "float32": {},
-    "float32-half-cache": {"kv_dtype": torch.bfloat16},
-    "bfloat16": {"dtype": torch.bfloat16},
-    "bfloat16-wide-cache": {"dtype": torch.bfloat16, "kv_dtype": torch.float32},
-    "int8": {"dtype": torch.bfloat16, "quantize": "int8"},
-    "int4": {"quantize": "int4"},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +49,7 @@ def model(name: str) -> Any:
 @cache
 def target(name: str, weights: str) -> FusedTarget:
     """Shared: whoever opens a sequence closes it."""
-    return fused(model(name), kernels="native", **WEIGHTS[weights])
+    return fused(model(name), **WEIGHTS[weights])
 
 
 class Alone:
@@ -283,7 +275,7 @@ def test_the_portable_build_keeps_a_rows_bits_and_gives_the_same_numbers(
         fast.close(one)
         with monkeypatch.context() as patch:
             patch.setattr(native, "_load", lambda: portable)
-            made = fused(model(name), kernels="native", **WEIGHTS[weights])
+            made = fused(model(name), **WEIGHTS[weights])
             assert why_not_exact(made) is None
             got = made.prefill(made.open(), ids, all_logits=True).logits
         assert got is not None
@@ -350,7 +342,7 @@ def test_what_is_not_a_number_stays_with_the_rows_that_see_it(weights: str) -> N
     broken = random_model(MODELS["pairs"])
     with torch.no_grad():
         broken.model.embed_tokens.weight[9] = torch.nan
-    made = fused(broken, kernels="native", **WEIGHTS[weights])
+    made = fused(broken, **WEIGHTS[weights])
     sequence = made.open()
     made.prefill(sequence, [1, 2, 3])
     whole = made.forward([Rows(sequence, (4, 9, 5, 6), (-1, 0, 1, 0))])[0].logits

@@ -67,6 +67,21 @@ KINDS: dict[str, Callable[[], Any]] = {
 }
 
 
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "float32": {"kernels": "native"},
+    "float32-half-cache": {"kernels": "native", "kv_dtype": torch.bfloat16},
+    "bfloat16": {"kernels": "native", "dtype": torch.bfloat16},
+    "bfloat16-wide-cache": {
+        "kernels": "native",
+        "dtype": torch.bfloat16,
+        "kv_dtype": torch.float32,
+    },
+    "int8": {"dtype": torch.bfloat16, "quantize": "int8"},
+    "int4": {"quantize": "int4"},
+}
+"""What the native kernels run: options of `fused`."""
+
+
 def random_model(kind: Callable[[], Any] = KINDS["llama"], **changes: Any) -> Any:
     """A tiny model whose norms and biases are random too."""
     model = tiny.build(kind, **changes)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.targets.fused_models import fused, llama, random_model
+from tests.targets.fused_models import WEIGHTS, fused, llama, random_model
 from tests.tiny_llm import make_model, make_tokenizer
 
 import hasten
@@ -34,7 +34,7 @@ def spoiled(monkeypatch: pytest.MonkeyPatch, where: Callable[[int], bool]) -> No
     monkeypatch.setattr(NativeDecoder, "run", changed)
 
 
-@pytest.mark.parametrize("options", [{}, {"quantize": "int4"}, {"dtype": torch.bfloat16}])
+@pytest.mark.parametrize("options", [WEIGHTS[n] for n in ("float32", "int4", "bfloat16")])
 def test_the_native_kernels_are_exact(options: dict[str, Any]) -> None:
     assert why_not_exact(fused(random_model(llama(head_dim=16)), **options)) is None
 

@@ -13,6 +13,7 @@ from tests.targets import tiny_models as tiny
 from tests.targets.fused_models import (
     PATHS,
     TREE,
+    WEIGHTS,
     YARN,
     chain,
     close,
@@ -43,14 +44,6 @@ KINDS: dict[str, Callable[[], Any]] = {
     "yarn-rope": llama(head_dim=16, rope_parameters=YARN),
     "qwen3": qwen3(head_dim=32),
 }
-WEIGHTS: dict[str, dict[str, Any]] = {
-    "float32": {},
-    "float32-half-cache": {"kv_dtype": torch.bfloat16},
-    "bfloat16": {"dtype": torch.bfloat16},
-    "bfloat16-wide-cache": {"dtype": torch.bfloat16, "kv_dtype": torch.float32},
-    "int8": {"dtype": torch.bfloat16, "quantize": "int8"},
-    "int4": {"quantize": "int4"},
-}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -78,7 +71,7 @@ def test_bfloat16_is_as_near_as_transformers_is(kind: str) -> None:
     model, ids = random_model(KINDS[kind]), tiny.random_ids(60)
     want = tiny.fresh_logits(model, ids)
     theirs = tiny.fresh_logits(random_model(KINDS[kind]).bfloat16(), ids).float()
-    target = fused(model, torch.bfloat16)
+    target = fused(model, torch.bfloat16, kernels="native")
     sequence = target.open()
     out = target.prefill(sequence, ids, all_logits=True, taps=(1,))
     assert out.logits is not None
@@ -162,7 +155,7 @@ def test_a_row_of_a_tree_of_a_fork_or_of_a_packed_pass_has_the_bits_it_has_alone
 @settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_any_work_on_a_sequence_leaves_the_cache_of_plain_decoding(data: st.DataObject) -> None:
-    target = fused(random_model(KINDS["llama"]), dtype=torch.bfloat16)
+    target = fused(random_model(KINDS["llama"]), **WEIGHTS["bfloat16"])
     sequence, ids = target.open(), tiny.random_ids(data.draw(st.integers(1, 20)))
     target.prefill(sequence, ids)
     for _ in range(data.draw(st.integers(1, 6))):
@@ -196,10 +189,10 @@ def test_a_model_without_groups_and_biases_of_qwen2_run() -> None:
 
 def test_what_runs_layers_by_hand_asks_for_torchs_kernels() -> None:
     with pytest.raises(CapabilityError, match="kernels='torch'"):
-        _ = fused(random_model(KINDS["llama"])).torch_decoder
+        _ = fused(random_model(KINDS["llama"]), kernels="native").torch_decoder
 
 
 def test_weights_are_counted_once() -> None:
     model = random_model(KINDS["tied"])
-    whole, half = (fused(model, dtype).weight_bytes for dtype in (torch.float32, torch.bfloat16))
+    whole, half = (fused(model, **WEIGHTS[name]).weight_bytes for name in ("float32", "bfloat16"))
     assert whole == 2 * half > 0

@@ -75,10 +75,8 @@ class BenchConfig:
             ("seed", 0),
         ):
             _check_whole(name, getattr(self, name), least)
-        load_options.check_names(self.quantize, self.kernels)
-        load_options.read_engine(self.engine)
-        load_options.read_dtype(self.dtype)
-        load_options.read_cache_dtype(self.kv_dtype)
+        names = ("quantize", "kernels", "engine", "dtype", "kv_dtype")
+        load_options.check_given({name: getattr(self, name) for name in names})
         if self.limit is not None:
             _check_whole("limit", self.limit, 1)
         if self.turns not in TURNS:

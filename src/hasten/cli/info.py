@@ -83,12 +83,12 @@ def _why_kernels(target: Target, kernels: str | None) -> str:
     if target.info.kernels == "native":
         return "hasten's own, compiled for this processor"
     if target.info.kernels == "torch" and kernels != "torch":
-        from hasten.native.library import why_not_native
+        from hasten.native.library import why_not_quick
         from hasten.targets.fused import FusedTarget
 
         assert isinstance(target, FusedTarget)
         shape = target.shape
-        return f"not hasten's own: {why_not_native(shape.dtype, shape.device, shape.head_dim)}"
+        return f"not hasten's own: {why_not_quick(shape.dtype, shape.device, shape.head_dim)}"
     return "as asked" if target.info.kernels else ""
 
 

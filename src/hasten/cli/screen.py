@@ -112,10 +112,7 @@ def _check_loading(given: Mapping[str, Any]) -> None:
     """The library's own checks of names, before anything is fetched. Raises OptionError."""
     from hasten.targets import load_options
 
-    load_options.check_names(given.get("quantize"), given.get("kernels", "auto"))
-    load_options.read_engine(given.get("engine", "auto"))
-    load_options.read_dtype(given.get("dtype"))
-    load_options.read_cache_dtype(given.get("kv_dtype"))
+    load_options.check_given(given)
     load_options.read_device(given.get("device"))
 
 

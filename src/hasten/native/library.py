@@ -154,7 +154,18 @@ def why_not_native(dtype: torch.dtype, device: torch.device, head_dim: int) -> s
     return found if isinstance(found, str) else None
 
 
-def is_fast(kernels: Library, kind: int) -> bool:
-    """Whether this processor has the instructions that products of this kind are written for."""
-    needs = {F32: AVX512, BF16: AVX512_BF16, Q8: AVX512_VNNI, Q4: AVX512_VNNI}[kind]
-    return bool(kernels.features & AVX512 and kernels.features & needs)
+def why_not_quick(dtype: torch.dtype, device: torch.device, head_dim: int) -> str | None:
+    """Why torch's operations run such a decoder when nobody chooses; None when the kernels do.
+
+    They are written for AVX-512. Elsewhere they run, as compilers make of them what they can, and
+    torch's are likely to be quicker.
+    """
+    reason = why_not_native(dtype, device, head_dim)
+    if reason is None and not library().features & AVX512:
+        reason = "this processor has no AVX-512, which they are written for"
+    return reason
+
+
+def multiplies_bytes(kernels: Library) -> bool:
+    """Whether products of 8- and 4-bit weights have this processor's own instructions."""
+    return bool(kernels.features & AVX512 and kernels.features & AVX512_VNNI)

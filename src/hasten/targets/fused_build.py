@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from hasten.errors import CapabilityError, OptionError
-from hasten.native.library import why_not_native
+from hasten.native.library import why_not_native, why_not_quick
 from hasten.targets.base import Ends
 from hasten.targets.fused_config import head_dim, read_config
 from hasten.targets.fused_layers import TorchDecoder
@@ -156,13 +156,13 @@ def _choose(
                 "kernels", f"torch's can't run quantize={quantize!r}", "Take 'native', or 'auto'"
             )
         return False
-    reason = why_not_native(dtype, device, head_dim(config))
-    if reason is None:
-        return True
-    if kernels == "native" or quantize is not None:
+    place = (dtype, device, head_dim(config))
+    if kernels == "auto" and quantize is None:
+        return why_not_quick(*place) is None
+    if (reason := why_not_native(*place)) is not None:
         asked = "kernels='native'" if quantize is None else f"quantize={quantize!r}"
         raise CapabilityError(f"{asked} needs hasten's CPU kernels, and {reason}")
-    return False
+    return True
 
 
 def _tied(config: Any, read: Checkpoint, tensors: Mapping[str, torch.Tensor | Quantized]) -> bool:

@@ -153,7 +153,7 @@ def draft_linear(weight: torch.Tensor) -> Linear:
     kernels = None
     if why_not_native(torch.float32, weight.device, native.LANES) is None:
         kernels = native.library()
-    if kernels is None or not native.is_fast(kernels, native.Q8):
+    if kernels is None or not native.multiplies_bytes(kernels):
         return make_linear(weight)
     return NativeLinear(quantize(weight, 8))
 

@@ -98,7 +98,8 @@ def load_target(
                          rounded to 8 bits then. Lossless means: equal to plain decoding of that
                          model
     kernels              of the fused engine: ``"native"`` (hasten's own, compiled once for this
-                         CPU), ``"torch"``, or ``"auto"``: native where they run
+                         CPU), ``"torch"``, or ``"auto"``: native where they are quick
+                         (AVX-512)
     kv_dtype             of keys and values with native kernels: ``"float32"`` or ``"bfloat16"``;
                          default: the dtype
     exact                insist that a row's logits have the same bits whatever else is in its pass,
@@ -343,7 +344,7 @@ def _fused_target(
         dtype=dtype,
         device=device,
         quantize=fused.quantize,
-        kernels=fused.kernels,
+        kernels=_kernels(config, dtype, device, fused),
         kv_dtype=fused.kv_dtype,
         **facts,
     )
@@ -356,6 +357,16 @@ def _fused_target(
     if fused.exact and (reason := why_not_exact(target)) is not None:
         raise CapabilityError(f"exact=True: {target.info.name} isn't bit-exact here, {reason}")
     return target
+
+
+def _kernels(config: Any, dtype: torch.dtype, device: torch.device, fused: FusedOptions) -> Kernels:
+    """The kernels asked for; the exact ones, also where they aren't the quicker ones, for exact."""
+    from hasten.native.library import why_not_native
+    from hasten.targets.fused_config import head_dim
+
+    if fused.exact and fused.kernels == "auto":
+        return "auto" if why_not_native(dtype, device, head_dim(config)) else "native"
+    return fused.kernels
 
 
 def _transformers_target(model: Any, facts: Mapping[str, Any]) -> Target:

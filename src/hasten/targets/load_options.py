@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -148,3 +149,11 @@ def check_names(quantize: Any, kernels: Any) -> None:
         raise OptionError("quantize", f"unknown: {quantize!r}", f"Known: {names}, or None")
     if kernels not in KERNELS:
         raise OptionError("kernels", f"unknown: {kernels!r}", f"Known: {', '.join(KERNELS)}")
+
+
+def check_given(given: Mapping[str, Any]) -> None:
+    """Raise OptionError for names among these options of a load that none can have."""
+    check_names(given.get("quantize"), given.get("kernels", "auto"))
+    read_engine(given.get("engine", "auto"))
+    read_dtype(given.get("dtype"))
+    read_cache_dtype(given.get("kv_dtype"))
