@@ -11,7 +11,7 @@ import pytest
 
 import hasten
 from hasten.api import LLM
-from hasten.drafters.auto import Auto
+from hasten.drafters.racer import Racer
 from hasten.types import RowSignals, SamplingParams
 from tests.tiny_llm import PLAIN, make_model, make_tokenizer, meter, metered
 
@@ -164,18 +164,18 @@ def test_a_prompt_given_several_times_runs_once_and_each_answer_is_its_own(
 
     monkeypatch.setattr(llm.target, "prefill", counted)
     read: list[int] = []
-    begin = Auto.begin
+    begin = Racer.begin
 
-    def spy(self: Auto, prompt: Sequence[int], signals: RowSignals) -> None:
+    def spy(self: Racer, prompt: Sequence[int], signals: RowSignals) -> None:
         read.append(0 if signals.topk_ids is None else len(signals.topk_ids))
         begin(self, prompt, signals)
 
-    monkeypatch.setattr(Auto, "begin", spy)
+    monkeypatch.setattr(Racer, "begin", spy)
     together = llm.generate_many(["a b c"] * 3, params=params, method=method)
     assert [each.tokens for each in together] == alone
     assert len(set(alone)) > 1
     size = len(llm.tokenize("a b c"))
     assert sorted(rows) == [1, 1, 1, size - 1]
-    if method == "auto":
+    if method == "racer,nodes=6":
         assert read == [size] * 3, "each drafter is told of every row of the prompt"
     assert held.live == 0

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from hasten.api import LLM as LLM
     from hasten.api import load as load
     from hasten.methods import configure as configure
+    from hasten.streams import AsyncStream as AsyncStream
     from hasten.streams import Stream as Stream
     from hasten.types import FinishReason as FinishReason
     from hasten.types import Result as Result
@@ -24,6 +25,7 @@ except PackageNotFoundError:  # a source tree that isn't installed
 
 _LAZY = {
     "LLM": "hasten.api",
+    "AsyncStream": "hasten.streams",
     "Stream": "hasten.streams",
     "load": "hasten.api",
     "configure": "hasten.methods",
@@ -34,6 +36,7 @@ _LAZY = {
 
 __all__ = [
     "LLM",
+    "AsyncStream",
     "FinishReason",
     "HastenError",
     "Result",
@@ -42,6 +45,7 @@ __all__ = [
     "configure",
     "errors",
     "load",
+    "plugins",
 ]
 
 
@@ -51,8 +55,10 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     """Import the rest on first use: ``import hasten`` (and the CLI's ``--help``) stay quick."""
-    if name in _LAZY:
-        from importlib import import_module
+    from importlib import import_module
 
+    if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
+    if name == "plugins":
+        return import_module("hasten.plugins")
     raise AttributeError(f"module 'hasten' has no attribute {name!r}")

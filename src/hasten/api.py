@@ -15,13 +15,15 @@ from typing import Any
 from hasten import methods
 from hasten.decode import decode
 from hasten.errors import CapabilityError, ContextError, OptionError
-from hasten.streams import Request, Stream
+from hasten.streams import AsyncStream, Request, Stream
 from hasten.targets.base import Target
 from hasten.targets.load import Loaded, load_target
 from hasten.targets.load_options import Kernels
 from hasten.text import TextStream
+from hasten.turns import TurnLock
 from hasten.types import Result, SamplingParams
 from hasten.verify import pick_verifier
+from hasten.worker import Worker
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or chat messages (``{"role": ..., "content": ...}``)."""
@@ -81,7 +83,9 @@ class LLM:
         self._loaded = loaded
         self.target: Target = loaded.target
         self.tokenizer = loaded.tokenizer
-        self._lock = threading.RLock()
+        self._lock = TurnLock()
+        self._worker: Worker | None = None
+        self._worker_made = threading.Lock()
         self._prepared: dict[methods.MethodSpec, methods.RequestMaker] = {}
         self._models: dict[str, Loaded] = {}
         self._kept: tuple[list[int], Any] | None = None
@@ -142,6 +146,26 @@ class LLM:
             specs = list(self._prepared) if method is None else [self.prepare(method)]
             for spec in specs:
                 self._prepared[spec].reset()
+
+    # -- from an event loop ----------------------------------------------------------------------
+
+    def astream(self, prompt: Prompt, **options: Any) -> AsyncStream:
+        """`stream` for ``async for``: the loop never waits, and requests under way share passes.
+
+        Options as in `generate`; they are checked here. Nothing runs before the first piece is
+        asked for; dropping the stream, or cancelling the task, ends the request.
+        """
+        return AsyncStream(self._request(prompt, **options), self._shared_worker())
+
+    async def agenerate(self, prompt: Prompt, **options: Any) -> Result:
+        """`generate` for ``await``; requests under way share passes."""
+        return await self.astream(prompt, **options).finish()
+
+    def _shared_worker(self) -> Worker:
+        with self._worker_made:
+            if self._worker is None:
+                self._worker = Worker(self, waiting=1_000_000, cache_tokens=0)
+            return self._worker
 
     # -- many prompts ----------------------------------------------------------------------------
 

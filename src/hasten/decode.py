@@ -1,8 +1,8 @@
-"""The one loop: a generator of rounds, for one request or many.
+"""The one loop: requests that share passes, and a generator of their rounds.
 
-Streaming, batches, trees and sampling are inputs to it, not variants of it. `decode` runs a target
-pass for all active requests at a time (packed into one where the target can), and yields
-``(index, Round)`` as they come. Every emitted token is the target's own: a drafter changes speed,
+Streaming, batches, trees and sampling are inputs to it, not variants of it. A target pass serves
+all active requests at a time (packed into one where the target can, else they take turns); requests
+join and leave between passes. Every emitted token is the target's own: a drafter changes speed,
 never text.
 """
 
@@ -10,77 +10,207 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 from hasten.decoding import Decoding
 from hasten.passes import run_pass, synchronize
-from hasten.types import Round, Rows
+from hasten.policies.sharing import Shared, observe_pass, share_pass
+from hasten.targets.base import Target
+from hasten.types import Draft, Round
+
+Event = tuple[int, Round | Exception]
+"""A request's key, and its next round or what ended it."""
+
+
+class Batch:
+    """Requests on one target; each `step` is a pass of all that are active.
+
+    A request that ends, or fails, is closed and has left; the others go on. Not thread-safe.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._packed = target.capabilities.packed
+        self._joining: dict[int, Decoding] = {}
+        self._active: dict[int, Decoding] = {}
+
+    def __len__(self) -> int:
+        return len(self._joining) + len(self._active)
+
+    @property
+    def joining(self) -> int:
+        """Requests whose prompts haven't been read."""
+        return len(self._joining)
+
+    def join(self, key: int, request: Decoding) -> None:
+        """Take a request in; its prompt runs in the steps to come, in order of arrival."""
+        self._joining[key] = request
+
+    def leave(self, key: int) -> None:
+        """Close a request and let it go; a key that isn't there is no error."""
+        request = self._joining.pop(key, None) or self._active.pop(key, None)
+        if request is not None:
+            request.close()
+
+    def close(self) -> None:
+        """Close every request even when closing one raises; the first error wins."""
+        errors: list[BaseException] = []
+        for key in [*self._joining, *self._active]:
+            try:
+                self.leave(key)
+            except BaseException as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def read_prompt(self) -> list[Event]:
+        """Run the next part of the prompt that came first; its first token after the last part."""
+        if not self._joining:
+            return []
+        key, request = next(iter(self._joining.items()))
+        try:
+            made = request.prefill() if request.finish is None else None
+        except Exception as error:
+            return [self._failed(key, error)]
+        if request.finish is not None and made is None:  # nothing was asked for
+            self.leave(key)
+        elif made is not None:
+            self._active[key] = self._joining.pop(key)
+            return [self._made(key, made)]
+        return []
+
+    def step(self) -> Iterator[Event]:
+        """A round of every active request."""
+        keys = list(self._active)
+        for group in [keys] if self._packed and keys else [[key] for key in keys]:
+            yield from self._pass(group)
+
+    def _made(self, key: int, made: Round) -> Event:
+        if made.finish is not None:
+            self.leave(key)
+        return key, made
+
+    def _failed(self, key: int, error: Exception) -> Event:
+        try:
+            self.leave(key)
+        except Exception as other:
+            other.__context__ = error
+        return key, error
+
+    def _pass(self, keys: Sequence[int]) -> list[Event]:
+        """Draft for each request, run one pass, settle each."""
+        events: list[Event] = []
+        shared = _Pass(self._target)
+        others = len(keys) - 1
+        for key in keys:
+            try:
+                shared.draft(key, self._active[key], others)
+            except Exception as error:
+                events.append(self._failed(key, error))
+        if not shared.requests:
+            return events
+        try:
+            shared.run()
+        except Exception as error:
+            return [*events, *(self._failed(key, error) for key in shared.requests)]
+        for key in shared.requests:
+            try:
+                events.append(self._made(key, shared.settle(key)))
+            except Exception as error:
+                events.append(self._failed(key, error))
+        return events
+
+
+class _Pass:
+    """One pass of some requests, and whose time is whose.
+
+    The pass's seconds are split evenly; drafting and settling of the others isn't a round's time.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self.requests: dict[int, Decoding] = {}
+        self._began: dict[int, float] = {}
+        self._own: dict[int, float] = {}
+
+    def draft(self, key: int, request: Decoding, others: int) -> None:
+        """Draft for a request; alone, it also chooses what to verify."""
+        began = time.perf_counter()
+        request.draft(others)
+        if not others:
+            request.narrow()
+        self.requests[key], self._began[key] = request, began
+        self._own[key] = time.perf_counter() - began
+
+    def run(self) -> None:
+        """Choose what is verified, and run it."""
+        requests = list(self.requests.values())
+        first, alone = requests[0], len(requests) == 1
+        weighed = [] if alone else self._share(requests)
+        mark = time.perf_counter()
+        rows = [request.rows() for request in requests]
+        taps = first.taps if alone else tuple(sorted({t for r in requests for t in r.taps}))
+        passes = run_pass(self._target, rows, taps, [r.staged for r in requests])
+        if first.accelerated:
+            synchronize(self._target)
+        self._seconds = (time.perf_counter() - mark) / len(requests)
+        self._passes = dict(zip(self.requests, passes, strict=True))
+        if weighed:
+            ran = sum(len(r.tokens) for r in rows)
+            observe_pass(weighed, ran, self._context(requests), 1e3 * self._seconds * len(rows))
+
+    def _share(self, requests: Sequence[Decoding]) -> list[Shared]:
+        """Choose among all candidates at once where policies can be compared."""
+        drafts: list[tuple[Shared, Draft]] = []
+        choosers: list[Decoding] = []
+        fixed = 0
+        for request in requests:
+            if request.shares and request.candidates is not None:
+                choosers.append(request)
+                drafts.append((cast(Shared, request.policy), request.candidates))
+            else:
+                request.narrow()
+                fixed += len(request.rows().tokens)
+        chosen = share_pass(drafts, fixed, self._context(requests))
+        for request, draft in zip(choosers, chosen, strict=True):
+            request.choose(draft)
+        return [cast(Shared, request.policy) for request in requests if request.shares]
+
+    @staticmethod
+    def _context(requests: Sequence[Decoding]) -> int:
+        return sum(len(r.ids) for r in requests) // len(requests)
+
+    def settle(self, key: int) -> Round:
+        """Verify and commit a request's rows."""
+        request = self.requests[key]
+        if len(self.requests) > 1:
+            passed = time.perf_counter() - self._began[key]
+            request.wait(passed - self._own[key] - self._seconds)
+        return request.settle(self._passes[key], self._seconds)
 
 
 def decode(requests: Sequence[Decoding]) -> Iterator[tuple[int, Round]]:
     """Run requests to their end; yields ``(index, round)``, round 0 (the prefill) of each first.
 
-    All requests share one target. Each pass serves every active request where the target packs
-    sequences, else they take turns. Requests are closed at their end, and all of them when the
-    caller stops early or an error is raised.
+    All requests share one target. They are closed at their end, and all of them when the caller
+    stops early or an error is raised.
     """
+    if not requests:
+        return
+    batch = Batch(requests[0].target)
     try:
         for index, request in enumerate(requests):
-            if request.finish is None:
-                yield index, request.start()
-            if request.finish is not None:
-                request.close()
-        active = [i for i, r in enumerate(requests) if r.finish is None]
-        packed = bool(requests) and requests[0].target.capabilities.packed
-        while active:
-            groups = [active] if packed else [[i] for i in active]
-            for group in groups:
-                for index, made in _one_pass(requests, group):
-                    if made.finish is not None:
-                        requests[index].close()
-                    yield index, made
-            active = [i for i in active if requests[i].finish is None]
+            batch.join(index, request)
+        while batch.joining:
+            yield from _rounds(batch.read_prompt())
+        while len(batch):
+            yield from _rounds(batch.step())
     finally:
-        _close_all(requests)
+        batch.close()
 
 
-def _close_all(requests: Sequence[Decoding]) -> None:
-    """Close every request even when closing one raises; the first error wins."""
-    errors: list[BaseException] = []
-    for request in requests:
-        try:
-            request.close()
-        except BaseException as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
-
-
-def _one_pass(requests: Sequence[Decoding], group: Sequence[int]) -> list[tuple[int, Round]]:
-    """Draft for each request of the group, run one pass, settle each."""
-    alone = len(group) == 1
-    mark = time.perf_counter()
-    rows: list[Rows] = []
-    spent: list[float] = []
-    for index in group:
-        rows.append(requests[index].propose())
-        now = time.perf_counter()
-        spent.append(now - mark)
-        mark = now
-    first = requests[group[0]]
-    target, taps = first.target, first.taps
-    if not alone:
-        taps = tuple(sorted({layer for i in group for layer in requests[i].taps}))
-    passes = run_pass(target, rows, taps, [requests[i].staged for i in group])
-    if first.accelerated:
-        synchronize(target)
-    seconds = time.perf_counter() - mark
-    out: list[tuple[int, Round]] = []
-    settle_from = time.perf_counter()
-    for at, (index, passed) in enumerate(zip(group, passes, strict=True)):
-        if not alone:
-            # A shared pass is split evenly; drafting and settling of the others isn't this round's
-            # time.
-            before, after = sum(spent[at + 1 :]), time.perf_counter() - settle_from
-            requests[index].wait(before + after + seconds * (1 - 1 / len(group)))
-        out.append((index, requests[index].settle(passed, seconds / len(group))))
-    return out
+def _rounds(events: Iterator[Event] | list[Event]) -> Iterator[tuple[int, Round]]:
+    for index, made in events:
+        if isinstance(made, Exception):
+            raise made
+        yield index, made

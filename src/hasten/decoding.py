@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,9 @@ from hasten.errors import DrafterError, HastenError
 from hasten.judge import PassJudge
 from hasten.passes import Staged, synchronize
 from hasten.policies.base import PlanContext, Policy
+from hasten.policies.sharing import Shared
+from hasten.readback import NOTHING, Readback, join
 from hasten.sampling import Sampler
-from hasten.selection import argmax_rows, best_of_topk, topk_and_best
 from hasten.stopping import Stopper
 from hasten.targets.base import Target, check_prompt
 from hasten.types import (
@@ -30,15 +31,16 @@ from hasten.types import (
     Rows,
     RowSignals,
     SamplingParams,
-    Signals,
     Times,
-    TokenLogprob,
 )
 from hasten.verify import Verifier, walk
 
 PREFILL_CHUNK = 256
-"""Prompt rows whose top-k is read back at a time, so that no (prompt x vocab) tensor is ever
-held."""
+"""Prompt rows run at a time, so that no (prompt x vocab) tensor is ever held, and that others who
+share the target don't wait for a long prompt."""
+
+MOST_UNSEEN = 64
+"""Rounds the drafter may lag behind while nothing is drafted."""
 
 
 @dataclass(slots=True)
@@ -48,8 +50,9 @@ class _Clock:
     started: float = 0.0
     draft: float = 0.0
     target: float = 0.0
-    topk: float = 0.0
     draft_model: float = 0.0
+    prompt: float = 0.0
+    """Of the parts of a prompt run so far."""
     shared: float = 0.0
     """Wall time since `started` that other requests of a batch used; it isn't this round's."""
 
@@ -97,19 +100,22 @@ class Decoding:
         )  # the drafter's own copy: a drafter that changes it harms only its drafts
         self._sequence: Any = None
         self._owned = True
-        self._lent: RowSignals | None = None
         self._index = 0
         self._draft: Draft | None = None
-        self._best: list[int] | None = None
-        """The pass's argmax of every row, where it came with the top-k."""
+        self.candidates: Draft | None = None
+        """What the drafter proposed for this round; None when it wasn't asked."""
+        self._read = Readback(self.sampler, drafter.needs)
+        self._prompt_signals: list[RowSignals] = []
+        self._idle = False
+        """Nothing is drafted in this shared pass: what it says can be told to the drafter later."""
+        self._unseen: list[Round] = []
         self.staged = Staged(target, drafter.needs.hidden)
         self._clock = _Clock()
         self._begun = False
         # Asked once: after a pass whatever is touched is cold, and a round touches it every time.
         self.accelerated = info.device.type == "cuda"
-        self._plain_greedy = self.sampler.is_plain_greedy
+        self.shares = isinstance(policy, Shared)
         self._most_rows = None if target.capabilities.rollback else 1
-        self._reads = drafter.needs.topk > 0 or drafter.needs.probs or bool(drafter.needs.hidden)
         self._context = DraftContext(
             ids=self._shown,
             sample=self._sample,
@@ -123,88 +129,137 @@ class Decoding:
         """Use `sequence`, which holds the prompt's first tokens (or none), instead of a fresh one.
         It stays the caller's: at the end it is left open, holding all tokens but the last
         emitted. `signals` are those of what it holds, where `read` gave some."""
-        self._sequence, self._owned, self._lent = sequence, False, signals
+        self._sequence, self._owned = sequence, False
+        self._prompt_signals = [] if signals is None else [signals]
 
     # -- prefill ---------------------------------------------------------------------------------
 
     def start(self) -> Round:
         """Run the prompt and emit the first token."""
-        self._clock = _Clock(started=time.perf_counter())
-        if self._sequence is None:
-            self._sequence = self.target.open()
-        passed, prompt_signals = self._prefill()
+        while (made := self.prefill()) is None:
+            pass
+        return made
+
+    def prefill(self) -> Round | None:
+        """Run the next part of the prompt; after the last one round 0, with the first token."""
+        clock = self._clock
+        clock.started = time.perf_counter() - clock.prompt
+        rest = self._unread()
+        step = self._prompt_step(len(rest))
+        if step < len(rest):
+            self._prompt_signals.append(self.read(self._sequence, rest[:step])[1])
+            clock.prompt = time.perf_counter() - clock.started
+            return None
+        if self._remaining() <= 1:  # nothing will be drafted: the last row is enough
+            passed, signals = self._last_row(rest)
+        else:
+            passed, last = self.read(self._sequence, rest)
+            signals = join([*self._prompt_signals, last])
+        self._prompt_signals.clear()
         self._begun = True
-        self._guard("begin", self.drafter.begin, tuple(self.ids), prompt_signals)
+        self._guard("begin", self.drafter.begin, tuple(self.ids), signals)
         logits = passed.logits
         assert logits is not None
-        best = self._argmax(logits, RowSignals())
-        judge = PassJudge(self.sampler, self.ids, logits, best)
-        token = judge.choose(0, ())
-        return self._close_round(None, (), (token,), logits, RowSignals())
+        best = self._read.argmax(passed, NOTHING)
+        token = PassJudge(self.sampler, self.ids, logits, best).choose(0, ())
+        return self._close_round(None, (), (token,), logits, NOTHING)
 
-    def _prefill(self) -> tuple[Pass, RowSignals]:
-        """Run what the sequence doesn't hold yet; the last row's logits and the prompt's
-        signals."""
+    def _unread(self) -> list[int]:
+        """What of the prompt the sequence doesn't hold yet: its last token at least."""
+        if self._sequence is None:
+            self._sequence = self.target.open()
         held = min(self._sequence.length, self.prompt_len - 1)
         if held < self._sequence.length:
             self.target.truncate(self._sequence, held)
-        rest = self.ids[held:]
-        if self._remaining() <= 1:  # nothing will be drafted: the last row is enough
-            return self._last_row(rest)
-        passed, signals = self.read(self._sequence, rest)
-        return passed, signals if self._lent is None else _join([self._lent, signals])
+        return self.ids[held : self.prompt_len]
+
+    def _prompt_step(self, rows: int) -> int:
+        """How many of so many prompt rows to run now."""
+        whole = self.target.info.whole_prompt
+        # Another target chooses its own steps, unless top-k of all rows is read back.
+        wanted = self.drafter.needs.prompt or self.target.capabilities.packed
+        return rows if whole or not wanted or self._remaining() <= 1 else PREFILL_CHUNK
 
     def _last_row(self, tokens: Sequence[int]) -> tuple[Pass, RowSignals]:
         """Run `tokens` as plain decoding does; the last row's logits and signals."""
         needs, prefill = self.drafter.needs, partial(self.target.prefill, self._sequence)
         if not needs.prompt:
-            return self._timed(lambda: prefill(tokens)), RowSignals()
+            return self._timed(lambda: prefill(tokens)), NOTHING
         passed = self._timed(lambda: prefill(tokens, taps=needs.hidden))
         last = Pass(passed.logits, {layer: rows[-1:] for layer, rows in passed.hidden.items()})
-        return last, self._signals(last, replace(needs, probs=False))
+        return last, self._read.rows(last, needs)
 
     def read(self, sequence: Any, tokens: Sequence[int]) -> tuple[Pass, RowSignals]:
         """Run part of a prompt into `sequence`: the last row's logits, and the signals that the
         drafter wants of the prompt's rows (all of them None where it wants none)."""
         needs, prefill = self.drafter.needs, partial(self.target.prefill, sequence)
         if not needs.prompt:
-            return self._timed(lambda: prefill(tokens)), RowSignals()
+            return self._timed(lambda: prefill(tokens)), NOTHING
         parts: list[RowSignals] = []
         step = len(tokens) if self.target.info.whole_prompt else PREFILL_CHUNK
         for at in range(0, len(tokens), step):
             run = partial(prefill, tokens[at : at + step], taps=needs.hidden)
             passed = self._timed(partial(run, all_logits=needs.topk > 0))
-            parts.append(self._signals(passed, replace(needs, probs=False)))
+            parts.append(self._read.rows(passed, needs))
         assert passed.logits is not None
-        return Pass(passed.logits[-1:]), _join(parts)
+        return Pass(passed.logits[-1:]), join(parts)
 
     # -- one round -------------------------------------------------------------------------------
 
     def propose(self) -> Rows:
         """Plan and draft; the rows the target has to run."""
+        self.draft()
+        self.narrow()
+        return self.rows()
+
+    def draft(self, others: int = 0) -> None:
+        """Plan and draft, for a pass shared with `others` requests. Then `narrow`, or `choose`
+        among the `candidates`."""
         clock = self._clock = _Clock(started=time.perf_counter())
+        self._read.seconds = 0.0
         self.staged.layer_rows = 0
-        budget = self._budget()
+        budget = self._budget(others)
         root = self.ids[-1]
-        if budget.nodes == 1 or budget.depth == 0:
-            draft = Draft(DraftTree.trusted((root,), (-1,), (0,)))
-        else:
-            self._context.model_seconds = 0.0
-            draft = self._guard("propose", self.drafter.propose, self._context, budget)
-            draft = self._select(self._guard("propose", self._fit, draft, budget))
-            clock.draft_model += self._context.model_seconds
-            clock.draft = time.perf_counter() - clock.started
+        drafting = budget.nodes > 1 and budget.depth > 0
+        self._idle = others > 0 and not drafting
+        self._draft, self.candidates = Draft(DraftTree.trusted((root,), (-1,), (0,))), None
+        if not drafting:
+            return
+        self._catch_up()
+        self._context.model_seconds = 0.0
+        draft = self._guard("propose", self.drafter.propose, self._context, budget)
+        self._draft = self.candidates = self._guard("propose", self._fit, draft, budget)
+        clock.draft_model += self._context.model_seconds
+        clock.draft = time.perf_counter() - clock.started
+
+    def narrow(self) -> None:
+        """Keep what the policy finds worth verifying in a pass of one's own."""
+        if self.candidates is not None:
+            started = time.perf_counter()
+            self.choose(self.policy.select(self.candidates))
+            self._clock.draft += time.perf_counter() - started
+
+    def choose(self, draft: Draft) -> None:
+        """Verify this part of the candidates."""
         self._draft = draft
+        if self.staged.tokens and not draft.frontiers:  # run, and then given up
+            self.target.rollback(self._sequence)
+            self.staged.clear()
+
+    def rows(self) -> Rows:
+        """The rows the target has to run."""
+        draft = self._draft
+        assert draft is not None
         tokens, parents = draft.tree.tokens, draft.tree.parents
         if draft.extra is not None:
             tokens, parents = tokens + draft.extra.tokens, parents + draft.extra.parents
         return Rows(self._sequence, tokens, parents)
 
-    def _budget(self) -> Budget:
+    def _budget(self, others: int) -> Budget:
         """The policy's budget within what may still be emitted: a round emits depth + 1 tokens at
         most."""
         remaining = self._remaining()
-        plan = self.policy.plan(PlanContext(context=len(self.ids), remaining=remaining))
+        plan = self.policy.plan(PlanContext(len(self.ids), remaining, others))
         nodes = self._most_rows or plan.nodes
         return Budget(max(nodes, 1), max(min(plan.depth, remaining - 1), 0))
 
@@ -227,14 +282,6 @@ class Decoding:
             draft = collapse(draft)
         return draft
 
-    def _select(self, draft: Draft) -> Draft:
-        """What the policy finds worth verifying."""
-        draft = self.policy.select(draft)
-        if self.staged.tokens and not draft.frontiers:  # run, and then given up
-            self.target.rollback(self._sequence)
-            self.staged.clear()
-        return draft
-
     def settle(self, passed: Pass, seconds: float) -> Round:
         """Verify, cut, commit and observe; `passed` holds the rows of `propose`, `seconds` its
         time."""
@@ -242,11 +289,10 @@ class Decoding:
         assert draft is not None
         assert passed.logits is not None
         self._clock.target += seconds
-        tree = draft.tree
         logits = passed.logits
-        signals = self._signals(passed, self.drafter.needs) if self._reads else _NOTHING
-        best = self._argmax(logits, signals)
-        verdict = self.verifier(tree, draft.q, PassJudge(self.sampler, self.ids, logits, best))
+        signals, best = self._read.round(passed, draft, self.ids, self._idle)
+        judge = PassJudge(self.sampler, self.ids, logits, best)
+        verdict = self.verifier(draft.tree, draft.q, judge)
         return self._close_round(draft, verdict.nodes, verdict.tokens, logits, signals)
 
     def _close_round(
@@ -263,25 +309,32 @@ class Decoding:
         if draft is not None:
             self.target.commit(self._sequence, nodes)
             self.staged.clear()
-        logprobs = self._logprobs(logits, nodes or (0,), tokens)
+        logprobs = self._read.logprobs(logits, nodes or (0,), tokens, self.params.logprobs)
         self.ids.extend(tokens)
         self._shown.extend(tokens)
         self.finish = cut.finish
         tree, sources = (None, ()) if draft is None else (draft.tree, draft.sources)
         start = (self._index, tokens, tree, nodes, sources)
         end = (cut.finish, cut.stop_reason, self.staged.layer_rows)
-        observed = Round(*start, signals, logprobs, Times(), *end)
-        self._guard("observe", self.drafter.observe, observed)
+        self._unseen.append(Round(*start, signals, logprobs, Times(), *end))
+        if not self._idle or cut.finish is not None or len(self._unseen) >= MOST_UNSEEN:
+            self._catch_up()
         self._index += 1
         # Rounds outlive the pass (metrics, traces): they must not keep its tensors alive.
-        self.policy.learn(Round(*start, _NOTHING, logprobs, self._times(), *end))
+        self.policy.learn(Round(*start, NOTHING, logprobs, self._times(), *end))
         # what the policy took is part of the round
-        return Round(*start, _NOTHING, logprobs, self._times(), *end)
+        return Round(*start, NOTHING, logprobs, self._times(), *end)
 
     def _times(self) -> Times:
         clock = self._clock
         total = time.perf_counter() - clock.started - clock.shared
-        return Times(total, clock.draft, clock.target, clock.topk, clock.draft_model)
+        return Times(total, clock.draft, clock.target, self._read.seconds, clock.draft_model)
+
+    def _catch_up(self) -> None:
+        """Tell the drafter of rounds it hasn't seen."""
+        unseen, self._unseen = self._unseen, []
+        for round in unseen:
+            self._guard("observe", self.drafter.observe, round)
 
     def close(self) -> None:
         """End the drafter and give the sequence back. Safe to call twice and after an error."""
@@ -316,59 +369,6 @@ class Decoding:
         self._clock.target += time.perf_counter() - started
         return passed
 
-    def _argmax(self, logits: torch.Tensor, signals: RowSignals) -> list[int] | None:
-        """Greedy choice of every row at once (ties: the lowest id), unless options change the
-        logits."""
-        if not self._plain_greedy:
-            return None
-        if signals.topk_ids is not None and self._best is not None:
-            return self._best
-        started = time.perf_counter()
-        if signals.topk_ids is not None and signals.topk_logits is not None:
-            best = best_of_topk(signals.topk_logits, signals.topk_ids, logits)
-        else:
-            best = argmax_rows(logits)
-        self._clock.topk += time.perf_counter() - started
-        return best
-
-    def _signals(self, passed: Pass, needs: Signals) -> RowSignals:
-        """What the drafter asked for, of the rows of a pass."""
-        ids = values = probs = None
-        if needs.topk and passed.logits is not None:
-            started = time.perf_counter()
-            values, ids, self._best = topk_and_best(passed.logits, needs.topk)
-            self._clock.topk += time.perf_counter() - started
-        if needs.probs and passed.logits is not None:
-            probs = self._all_probs(passed.logits)
-        # A shared pass taps what any of its requests wants.
-        hidden = {layer: passed.hidden[layer] for layer in needs.hidden}
-        return RowSignals(ids, values, hidden, probs)
-
-    def _all_probs(self, logits: torch.Tensor) -> torch.Tensor:
-        """The sampler's distribution at every row, each with its own path's prefix."""
-        assert self._draft is not None
-        rows = self._draft.tree.tokens
-        parents = self._draft.tree.parents
-        if self._draft.extra is not None:
-            rows, parents = rows + self._draft.extra.tokens, parents + self._draft.extra.parents
-        out = []
-        paths: dict[int, list[int]] = {0: []}
-        for row, (token, parent) in enumerate(zip(rows, parents, strict=True)):
-            if row:
-                paths[row] = [*paths[parent], token]
-            out.append(self.sampler.probs([*self.ids, *paths[row]], logits[row]))
-        return torch.stack(out)
-
-    def _logprobs(
-        self, logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int]
-    ) -> tuple[TokenLogprob, ...]:
-        top = self.params.logprobs
-        if top is None:
-            return ()
-        return tuple(
-            self.sampler.logprob(logits[r], t, top) for r, t in zip(rows, tokens, strict=False)
-        )
-
     def _run_rows(
         self, tokens: Sequence[int], parents: Sequence[int], layers: tuple[int, int]
     ) -> torch.Tensor:
@@ -399,21 +399,3 @@ class Decoding:
     def wait(self, seconds: float) -> None:
         """Leave out wall time that belongs to other requests of the batch."""
         self._clock.shared += seconds
-
-
-_NOTHING = RowSignals()
-
-
-def _join(parts: Sequence[RowSignals]) -> RowSignals:
-    """Signals of consecutive chunks of rows as one."""
-    layers = parts[0].hidden.keys()
-
-    def cat(values: list[torch.Tensor | None]) -> torch.Tensor | None:
-        tensors = [v for v in values if v is not None]
-        return torch.cat(tensors) if tensors else None
-
-    return RowSignals(
-        cat([p.topk_ids for p in parts]),
-        cat([p.topk_logits for p in parts]),
-        {layer: torch.cat([p.hidden[layer] for p in parts]) for layer in layers},
-    )

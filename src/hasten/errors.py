@@ -6,6 +6,7 @@ HastenError
 |-- CapabilityError      the target can't do what the method needs (cache, mask, layers)
 |-- VocabularyError      two models don't speak the same token ids
 |-- ContextError         the prompt leaves no room in the context
+|-- OverloadError        too many requests wait already
 |-- DrafterError         a drafter broke its contract or raised
     `-- CacheStateError      a sequence of a target was used against its contract
 """
@@ -42,6 +43,10 @@ class VocabularyError(HastenError, ValueError):
 
 class ContextError(HastenError, ValueError):
     """The prompt is empty or leaves no room in the target's context."""
+
+
+class OverloadError(HastenError):
+    """Too many requests wait already: nothing of this one was done."""
 
 
 class DrafterError(HastenError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
 
 from hasten.decode import decode
@@ -16,6 +16,8 @@ from hasten.types import Result, Round, SamplingParams
 
 if TYPE_CHECKING:
     from hasten.api import LLM
+    from hasten.tickets import Ticket, Update
+    from hasten.worker import Worker
 
 
 class Request:
@@ -128,6 +130,59 @@ class Stream(Iterator[str]):
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class AsyncStream(AsyncIterator[str]):
+    """Pieces of an answer, for ``async for``; their concatenation is ``result.text``.
+
+    ``result`` is what there is so far, complete once the iterator ends. Usable with ``async with``;
+    ``close()`` (or dropping it) ends the request.
+    """
+
+    def __init__(self, request: Request, worker: Worker) -> None:
+        self._request, self._worker = request, worker
+        self._ticket: Ticket | None = None
+        self._updates: AsyncIterator[Update] | None = None
+
+    def __aiter__(self) -> AsyncStream:
+        return self
+
+    async def __anext__(self) -> str:
+        if self._updates is None:
+            self._ticket = self._worker.enqueue(self._request)
+            self._updates = aiter(self._ticket)
+        try:
+            while not (text := (await anext(self._updates)).text):
+                pass
+        except BaseException:  # the end, an error, or the task is cancelled
+            self.close()
+            raise
+        return text
+
+    async def finish(self) -> Result:
+        """Run to the end and give the result."""
+        async for _ in self:
+            pass
+        return self.result
+
+    @property
+    def result(self) -> Result:
+        """The result so far; complete once the iterator has ended."""
+        return self._request.result()
+
+    def close(self) -> None:
+        """End the request and free its cache, before the next pass."""
+        if self._ticket is not None:
+            self._ticket.cancel()
+
+    def __del__(self) -> None:
+        self.close()
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
         self.close()
 
 

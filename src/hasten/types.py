@@ -154,6 +154,7 @@ class Signals:
     probs      the sampler's distribution at every row (float32, vocab wide).
     embeddings input embeddings on request (``ctx.embed``).
     prompt     the same signals for the prompt's rows too, handed to ``begin``.
+    sparse     rounds of a shared pass in which nothing was drafted may come without signals.
     """
 
     topk: int = 0
@@ -161,6 +162,7 @@ class Signals:
     probs: bool = False
     embeddings: bool = False
     prompt: bool = False
+    sparse: bool = False
 
 
 @dataclass(frozen=True, slots=True)

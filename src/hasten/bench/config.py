@@ -67,6 +67,12 @@ class BenchConfig:
     max_explained: int = 32
     command: str = ""
 
+    @property
+    def loading(self) -> dict[str, Any]:
+        """The options of `hasten.load`, by name."""
+        names = ("dtype", "device", "engine", "quantize", "kernels", "kv_dtype", "exact")
+        return {name: getattr(self, name) for name in names}
+
     def __post_init__(self) -> None:
         for name, least in (
             ("max_new_tokens", 1),

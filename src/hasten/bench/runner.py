@@ -37,17 +37,7 @@ def run(
     before = environment.measure_load()
     progress(Progress("load", 0, 1))
     if llm is None:
-        llm = load(
-            config.model,
-            method=BASELINE,
-            dtype=config.dtype,
-            device=config.device,
-            engine=config.engine,
-            quantize=config.quantize,
-            kernels=config.kernels,
-            kv_dtype=config.kv_dtype,
-            exact=config.exact,
-        )
+        llm = load(config.model, method=BASELINE, **config.loading)
     asked = entries(llm, specs, config.state)
     contestants = make_contestants(config, llm, asked)
     progress(Progress("load", 1, 1))

@@ -119,7 +119,7 @@ def make_contestants(config: BenchConfig, llm: LLM, entries: Sequence[Entry]) ->
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Garbage is collected before and not during what is timed."""
     enabled = gc.isenabled()
     gc.collect()
@@ -257,7 +257,7 @@ class Session:
     def _answer(self, at: int, repeat: int) -> None:
         """One answer of each contestant to item `at`."""
         item, params, count = self.items[at], self.params(at), len(self.contestants)
-        with _quiet():
+        with quiet():
             for step in range(count):
                 contestant = self.contestants[(at + repeat + step) % count]
                 self.progress(

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
 from hasten.cli import options as opt
-from hasten.cli.screen import err, out, quiet_transformers, table
+from hasten.cli import throughput
+from hasten.cli.measuring import output_file, prepare_model, progress_bar, told
+from hasten.cli.screen import err, out, table
 from hasten.errors import OptionError
 
 if TYPE_CHECKING:
-    from hasten.bench import BenchConfig, Report, Row
-    from hasten.bench.config import ProgressCallback
+    from hasten.bench import Report, Row
 
 PAGE = "report.html"
 """The page's name in the folder given to ``--report``."""
@@ -80,6 +71,15 @@ State = Annotated[
         show_default="cold",
     ),
 ]
+Concurrency = Annotated[
+    str | None,
+    typer.Option(
+        "--concurrency",
+        metavar="NUMBERS",
+        help="Instead: tokens per second with so many requests at a time, as 1,2,4,8.",
+        show_default=False,
+    ),
+]
 Peers = Annotated[
     list[str] | None,
     typer.Option(
@@ -129,6 +129,7 @@ def bench(
     seed: Seed = None,
     json: JsonFile = None,
     report: ReportFolder = None,
+    concurrency: Concurrency = None,
     *,
     loading: opt.Loading,
 ) -> None:
@@ -158,37 +159,29 @@ def bench(
     }
     given = {name: value for name, value in given.items() if value is not None}
     config = BenchConfig(**given, **loading)
+    if concurrency is not None:
+        unused = {"turns": turns, "state": state, "peers": peers, "verify": verify,
+                  "report": report}  # fmt: skip
+        throughput.bench(config, concurrency, json, unused)
+        return
     with _page(report) as page:
-        with _output("json", json) as target:
-            _prepare(config)
-            with _bar() as progress:
+        with output_file("json", json) as target:
+            prepare_model(config.model)
+            with progress_bar() as progress:
                 made = run(config, progress)
             if target is not None:
                 made.write(target)
         print_report(made)
-        _told(json)
+        told(json)
         if page is not None:
             from hasten.bench.report import render
 
             page.write_text(render(made), encoding="utf-8")
-    _told(report and report / PAGE)
+    told(report and report / PAGE)
     if made.partial:
         raise KeyboardInterrupt  # told and written is what was measured; the exit code says so
     if made.faults:
         raise typer.Exit(1)
-
-
-def _told(path: Path | None) -> None:
-    if path is not None:
-        err().print(f"written: {path}", style="dim", soft_wrap=True)
-
-
-def _prepare(config: BenchConfig) -> None:
-    """Fetch and convert the model first: that shows bars of its own."""
-    from hasten.targets.catalog import prepare, resolve
-
-    prepare(resolve(config.model))
-    quiet_transformers()
 
 
 @contextmanager
@@ -209,65 +202,8 @@ def _page(folder: Path | None) -> Iterator[Path | None]:
         raise OptionError(
             "report", f"{folder} can't be made a folder ({error.strerror or error})"
         ) from error
-    with _output("report", folder / PAGE) as page:
+    with output_file("report", folder / PAGE) as page:
         yield page
-
-
-@contextmanager
-def _output(option: str, path: Path | None) -> Iterator[Path | None]:
-    """A file beside `path` to write to, made before the run so that a bad path is told at once.
-
-    It becomes `path` by one rename when all went well, and is removed otherwise. `option` is named
-    when the path is bad.
-    """
-    if path is None:
-        yield None
-        return
-    path = path.expanduser().resolve()
-    if path.is_dir():
-        raise OptionError(option, f"{path} is a folder", "Name a file")
-    try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    except OSError as error:
-        raise OptionError(
-            option, f"can't write to {path.parent} ({error.strerror or error})"
-        ) from error
-    os.close(handle)
-    draft = Path(name)
-    try:
-        yield draft
-        # mkstemp makes files only their owner can read; the result is an ordinary one
-        umask = os.umask(0)
-        os.umask(umask)
-        draft.chmod(0o666 & ~umask)
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
-
-
-@contextmanager
-def _bar() -> Iterator[ProgressCallback]:
-    """A progress bar on stderr, driven by the runner."""
-    from hasten.bench.config import Progress
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    console = err()
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("load", total=None)
-
-        def show(at: Progress) -> None:
-            what = " ".join(part for part in (at.phase, at.method) if part)
-            bar.update(
-                task, description=f"{what:<28.28}", completed=at.done, total=at.total or None
-            )
-
-        yield show
 
 
 def print_report(report: Report) -> None:

@@ -98,7 +98,9 @@ class Auto(BaseDrafter):
         self._growth, self._sure, self._least = growth, sure, least
         self._worth = Worth(least)
         taps = () if exits is None else exits.taps
-        self.needs = Signals(topk=breadth, hidden=taps, prompt=True)
+        # A prompt's candidates cost a quarter of reading it, and spare one pass in seventy.
+        asks = exits is not None
+        self.needs = Signals(topk=breadth, hidden=taps, prompt=asks, sparse=not asks)
         self._suffix = Suffix(eos_ids=eos_ids)
         self._successors = SuccessorTable(start=start)
 

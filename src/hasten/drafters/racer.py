@@ -88,7 +88,7 @@ class Racer(BaseDrafter):
         self.breadth, self.ngram, self.min_match = breadth, ngram, min_match
         self.schedule, self.capacity, self.retrieved = schedule, capacity, retrieved
         self.decay, self.refill, self.graft = decay, refill, graft
-        self.needs = Signals(topk=breadth, prompt=breadth > 0)
+        self.needs = Signals(topk=breadth, prompt=breadth > 0, sparse=True)
         self._start, self._shared = start, state
         self._forget()
 

@@ -79,7 +79,7 @@ class TokenRecycling(BaseDrafter):
         start: np.ndarray[Any, Any] | None = None,
         table: SuccessorTable | None = None,
     ) -> None:
-        self.needs = Signals(topk=BREADTH, prompt=warm_up)
+        self.needs = Signals(topk=BREADTH, prompt=warm_up, sparse=True)
         self._start, self._shared = start, table
         self._forget()
         self._plan: list[tuple[int, int]] = []

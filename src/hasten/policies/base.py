@@ -10,11 +10,12 @@ from hasten.types import Budget, Draft, Round
 
 @dataclass(frozen=True, slots=True)
 class PlanContext:
-    """What is known before a round: `context` tokens so far (the root included), and how many more
-    may come (`remaining` >= 1)."""
+    """What is known before a round: `context` tokens so far (the root included), how many more may
+    come (`remaining` >= 1), and how many `others` share the pass."""
 
     context: int
     remaining: int
+    others: int = 0
 
 
 class Policy(Protocol):

@@ -35,8 +35,9 @@ _ROOT: Key = ("", 0, 0)
 DEPTHS = 3
 """Depths from here on share their counts."""
 
-SHORTEST_PAUSE, LONGEST_PAUSE = 2, 16
-"""Rounds without drafting before another look."""
+SHORTEST_PAUSE, LONGEST_PAUSE, LONGEST_SHARED_PAUSE = 2, 16, 64
+"""Rounds without drafting before another look. In a shared pass a request's part is short, and
+drafting for nothing a larger part of it."""
 
 PRIOR_WEIGHT = 4.0
 """The first guess of a key counts as so many candidates."""
@@ -116,12 +117,14 @@ class BudgetPolicy:
         self.book, self.most, self.weight = book, most, weight
         self._own = AcceptanceBook(limit=200.0)
         self._draft: Draft | None = None
+        self._others = 0
         self._keys: list[Key] = []
         self._shared: dict[Key, float] = {}
         """The shared rates of the draft's keys."""
         self._kept, self._promised = 0.0, 0.0
         self._rows, self._context = 1, 1
-        self._draft_ms = 0.0
+        self.draft_ms = 0.0
+        """What drafting took lately, in the rounds that did."""
         self._gain_ms = 0.0
         """Milliseconds the last draft promised to save, its own making not counted."""
         self._saved_ms: float | None = None
@@ -133,6 +136,7 @@ class BudgetPolicy:
     def plan(self, context: PlanContext) -> Budget:
         """How many candidates to ask for: all that could be verified, or none during a pause."""
         self._draft, self._rows, self._context = None, 1, context.context
+        self._others = context.others
         self._shared.clear()
         depth = min(context.remaining - 1, self.most)
         if depth < 1 or self.most < 2:
@@ -143,18 +147,28 @@ class BudgetPolicy:
         return Budget(self.most, depth)
 
     def select(self, draft: Draft) -> Draft:
-        """The candidates worth verifying."""
-        self._draft = draft
-        size = len(draft.tree)
-        chance = self._path_chances(draft)
+        """The candidates worth verifying in a pass of one's own."""
+        chance = self.weigh(draft)
+        size = len(chance)
         order = sorted(range(1, size), key=chance.__getitem__, reverse=True)  # ties: by index
         extra = 0 if draft.extra is None else len(draft.extra.tokens)
-        fixed = extra > 0 or bool(draft.frontiers)  # such a draft is run whole, or not at all
-        keep = self._best_count(order, chance, size - 1 if fixed else 1, extra)
-        if keep == 0:
-            return Draft(DraftTree.chain(draft.tree.tokens[0]))
-        self._rows = 1 + keep + extra
-        return draft if fixed else prune(draft, sorted(order[:keep]))
+        whole = extra > 0 or bool(draft.frontiers)  # such a draft is run whole, or not at all
+        keep = self._best_count(order, chance, size - 1 if whole else 1, extra)
+        return self.keep(draft, sorted(order[:keep]), self._gain_ms)
+
+    def weigh(self, draft: Draft) -> list[float]:
+        """For each node the probability that it is kept (see `hasten.policies.sharing`)."""
+        self._draft = draft
+        return self._path_chances(draft)
+
+    def keep(self, draft: Draft, nodes: Sequence[int], gain_ms: float) -> Draft:
+        """Verify these nodes (increasing; none: a plain step), which promise to save so much."""
+        self._gain_ms = gain_ms
+        if not nodes:
+            return Draft(DraftTree.trusted(draft.tree.tokens[:1], (-1,), (0,)))
+        extra = 0 if draft.extra is None else len(draft.extra.tokens)
+        self._rows = 1 + len(nodes) + extra
+        return draft if extra or draft.frontiers else prune(draft, nodes)
 
     def _path_chances(self, draft: Draft) -> list[float]:
         """For each node the probability that it is kept; never more than its parent's, nor, among
@@ -188,7 +202,7 @@ class BudgetPolicy:
         """How many of the ordered candidates to verify, at least `least`; 0 is a plain step."""
         curve = self.costs.curve(self.most + extra, self._context)
         # What drafting takes is spent when this is decided, whatever the choice.
-        spent, plain = self._draft_ms, curve[0]
+        spent, plain = self.draft_ms, curve[0]
         best, best_rate, tokens = 0, 1.0 / (plain + spent), 1.0
         self._gain_ms = 0.0
         for count, node in enumerate(order, start=1):
@@ -207,25 +221,29 @@ class BudgetPolicy:
         if round.tree is None:
             return
         times = round.times
-        self.costs.observe(self._rows, self._context, 1e3 * times.target, 1e3 * times.topk)
+        if not self._others:  # a shared pass is told to the costs once
+            self.costs.observe(self._rows, self._context, 1e3 * times.target, 1e3 * times.topk)
         if draft is not None:
-            self._weigh_drafting(1e3 * times.draft)
+            # Beside others nearly all host work of such a round is for the draft.
+            self._weigh_drafting(1e3 * (times.host if self._others else times.draft))
             self._count(draft.tree, round.emitted)
 
     def _weigh_drafting(self, took_ms: float) -> None:
         """Pause when drafts haven't saved the time of their making lately."""
         if self._saved_ms is None:  # hopeful at first
-            self._draft_ms = took_ms
-            self._saved_ms = 0.25 * self.costs.curve(self.most, self._context)[0]
-        self._draft_ms += 0.1 * (took_ms - self._draft_ms)
-        saved = self._gain_ms - self._draft_ms
+            self.draft_ms = took_ms
+            plain = self.costs.curve(self.most, self._context)[0]
+            self._saved_ms = 0.25 * plain / (1 + self._others)
+        self.draft_ms += 0.1 * (took_ms - self.draft_ms)
+        saved = self._gain_ms - self.draft_ms
         self._saved_ms += 0.2 * (saved - self._saved_ms)
         if saved > 0:
             self._saved_ms = max(self._saved_ms, saved)
             self._next_pause = SHORTEST_PAUSE
         elif self._saved_ms < 0:
             self._pause = self._next_pause
-            self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
+            longest = LONGEST_SHARED_PAUSE if self._others else LONGEST_PAUSE
+            self._next_pause = min(2 * self._next_pause, longest)
 
     def _count(self, tree: DraftTree, emitted: Sequence[int]) -> None:
         """Count every candidate whose parent the target reached, verified or not: was it the token

@@ -47,6 +47,7 @@ BUSY_FOR_S = 600.0
 """A table measured on a busy machine serves as long; then it is measured again."""
 FORMAT = 2
 AFFORDABLE = 1.6
+_STEP = 64
 TOPK = 8
 
 
@@ -147,8 +148,9 @@ class CostModel:
         self._tabled: dict[tuple[int, int], tuple[int, float, float]] = {}
 
     def curve(self, most: int, context: int) -> list[float]:
-        """Milliseconds of a pass and the selection after it, for 1..most rows (cached)."""
+        """Milliseconds of a pass and the selection after it, for 1..most rows at least (cached)."""
         # Recomputed now and then: neither the context nor the drift changes much in a round.
+        most = -(-most // _STEP) * _STEP  # shared passes ask for ever other numbers
         wanted = (most, context // 64, self._total // 16)
         if wanted != self._curve_for:
             table, ratios, select = self.table, self._ratios(), math.exp(self._select_gap)

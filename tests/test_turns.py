@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from hasten.turns import TurnLock
+
+
+def _wait_for_queue(lock: TurnLock, size: int) -> None:
+    deadline = time.monotonic() + 10
+    while len(lock._queue) < size:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_the_lock_goes_to_whoever_waited_longest() -> None:
+    lock, order = TurnLock(), []
+
+    def take(name: int) -> None:
+        with lock:
+            order.append(name)
+
+    threads = []
+    with lock:
+        for name in range(4):
+            threads.append(threading.Thread(target=take, args=(name,)))
+            threads[-1].start()
+            _wait_for_queue(lock, name + 1)
+    # the thread that has just let go stands at the end of the line
+    with lock:
+        order.append(-1)
+    for thread in threads:
+        thread.join(10)
+    assert order == [0, 1, 2, 3, -1]
+
+
+def test_a_loop_that_lets_go_for_a_moment_lets_others_in() -> None:
+    lock, inside, stop = TurnLock(), [], threading.Event()
+
+    def loop() -> None:
+        while not stop.is_set():
+            with lock:
+                inside.append("loop")
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    try:
+        for _ in range(50):
+            with lock:
+                inside.append("other")
+    finally:
+        stop.set()
+        thread.join(10)
+    assert inside.count("other") == 50
+
+
+def test_the_same_thread_may_take_it_again() -> None:
+    lock = TurnLock()
+    with lock, lock:
+        assert lock._depth == 2
+    taken = threading.Event()
+
+    def take() -> None:
+        with lock:
+            taken.set()
+
+    threading.Thread(target=take).start()
+    assert taken.wait(10)
+
+
+def test_letting_go_of_what_one_does_not_hold_is_an_error() -> None:
+    lock = TurnLock()
+    with pytest.raises(RuntimeError):
+        lock.release()
+
+
+def test_only_one_thread_is_inside_at_a_time() -> None:
+    lock, count, most = TurnLock(), [0], [0]
+
+    def work() -> None:
+        for _ in range(200):
+            with lock:
+                count[0] += 1
+                most[0] = max(most[0], count[0])
+                count[0] -= 1
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert most == [1]
+    assert lock._owner is None
