@@ -45,6 +45,12 @@ def test_a_loaded_model_runs_and_is_left_as_it_was(tokenizer: PreTrainedTokenize
         assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
+def test_a_loaded_float64_model_runs_as_it_is(tokenizer: PreTrainedTokenizerFast) -> None:
+    loaded = load((tiny_llama().double(), tokenizer))
+    assert loaded.target.info.engine == "transformers"
+    assert loaded.target.info.dtype == torch.float64
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [

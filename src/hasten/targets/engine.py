@@ -51,6 +51,8 @@ def why_object_not_fused(model: torch.nn.Module) -> str | None:
 
     None when its plain weights are all there is to it, as far as its modules show.
     """
+    from hasten.targets.fused_config import DTYPES
+
     if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
         return "it carries PEFT adapters"
     if not type(model).__module__.startswith("transformers."):
@@ -62,6 +64,8 @@ def why_object_not_fused(model: torch.nn.Module) -> str | None:
         return "it is spread over several devices"
     if len({p.dtype for p in parameters}) != 1:
         return "it holds several dtypes"
+    if parameters[0].dtype not in DTYPES:
+        return f"the fused decoder has no {parameters[0].dtype}"
     if not all(_plain(p) for p in parameters):
         return "its weights are not plain tensors"
     if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):

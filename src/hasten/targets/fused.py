@@ -17,7 +17,7 @@ from hasten.errors import CacheStateError, CapabilityError, ContextError, Option
 from hasten.targets.base import Capabilities, Ends, Pass, Rows, TargetInfo
 from hasten.targets.cache import CachedSequence, KVStore
 from hasten.targets.fused_build import Decoder, build_decoder
-from hasten.targets.fused_config import ARCHITECTURES, unsupported_reason
+from hasten.targets.fused_config import ARCHITECTURES, DTYPES, unsupported_reason
 from hasten.targets.fused_layers import TorchDecoder
 from hasten.targets.fused_native import NativeDecoder
 from hasten.targets.fused_weights import Shape
@@ -95,7 +95,7 @@ class FusedTarget:
             raise CapabilityError(
                 f"{name} can't run in the fused decoder: {reason}. Use the transformers target"
             )
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        if dtype not in DTYPES:
             raise OptionError("dtype", f"must be float32, bfloat16 or float16, got {dtype}")
         with torch.inference_mode(), torch.device("cpu"):
             decoder = build_decoder(

@@ -18,6 +18,9 @@ ARCHITECTURES = {
 }
 """Model types whose block is ours, and the class each must name."""
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes the decoder runs in."""
+
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Types whose frequencies don't depend on the length reached."""
 
