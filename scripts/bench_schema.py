@@ -133,7 +133,7 @@ def main() -> None:
                 result = llm.generate(
                     ids,
                     method=name,
-                    processors=[grammar.bind(len(ids))],
+                    processors=[grammar],
                     max_new_tokens=options.max_new_tokens,
                 )
                 times[name].append(result.metrics.decode_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,6 +16,15 @@ LogitsProcessor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 It must be *prefix-pure*: its answer depends on its two arguments only, never on earlier calls.
 """
+
+
+class ProcessorMaker(Protocol):
+    """Makes each request a processor of its own, that knows where the answer begins."""
+
+    def for_prompt(self, prompt_len: int) -> LogitsProcessor:
+        """The processor of a request whose prompt has so many tokens."""
+        ...
+
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +52,8 @@ class SamplingParams:
     ignore_eos            go on past end-of-sequence ids
     seed                  of this request's draws; None takes a fresh one (reported in the result)
     logprobs              None: none; n >= 0: each token's log-probability and the n likeliest
-    processors            prefix-pure logits processors, run before the options above
+    processors            prefix-pure logits processors, run before the options above; or what makes
+                          one for each request (`hasten.grammar`)
     """
 
     max_new_tokens: int = 256
@@ -63,7 +73,7 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
-    processors: tuple[LogitsProcessor, ...] = ()
+    processors: tuple[LogitsProcessor | ProcessorMaker, ...] = ()
 
     def __post_init__(self) -> None:
         stop: Any = self.stop

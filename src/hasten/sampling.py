@@ -61,7 +61,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self.prompt_len = prompt_len
         self.seed = seed
-        self._processors = tuple(_checked_processors(params.processors))
+        self._processors = tuple(_checked_processors(params.processors, prompt_len))
         self._bias_ids, self._biases = self._bias()
         self._bad_words = self._bad_word_table(eos_ids)
         self._final_ids = self._final(eos_ids)
@@ -313,12 +313,15 @@ def _tensor(ids: Sequence[int]) -> torch.Tensor:
     return torch.from_numpy(np.array(ids, dtype=np.int64))
 
 
-def _checked_processors(processors: Iterable[Any]) -> Iterable[LogitsProcessor]:
-    """The processors in order, lists of them flattened; OptionError for one that can't be used."""
+def _checked_processors(processors: Iterable[Any], prompt_len: int) -> Iterable[LogitsProcessor]:
+    """The processors in order, lists of them flattened, those for each request made; OptionError
+    for one that can't be used."""
     for processor in processors:
         if isinstance(processor, (list, tuple)):
-            yield from _checked_processors(processor)
+            yield from _checked_processors(processor, prompt_len)
             continue
+        if hasattr(processor, "for_prompt"):
+            processor = processor.for_prompt(prompt_len)
         name = type(processor).__name__
         if not callable(processor) or isinstance(processor, type):
             raise OptionError(

@@ -169,13 +169,13 @@ class Worker:
                 with self._llm._lock:
                     self._let_go(batch)
                     self._take_in(batch)
-                    events = [*batch.read_prompt(), *batch.step()]
-                    ended = [self._note(event) for event in events]
+                    touched = [self._note(event) for event in batch.read_prompt()]
+                    touched += [self._note(event) for event in list(batch.step())]
             except BaseException as error:  # a fault of ours: nobody may wait for ever
                 logger.exception("the worker failed")
                 self._fail_all(batch, error)
                 continue
-            for ticket in ended:
+            for ticket in dict.fromkeys(touched):
                 ticket.deliver()
 
     def _wait(self, batch: Batch) -> bool:

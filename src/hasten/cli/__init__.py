@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from hasten.cli import bench, calibrate, chat, generate, info, methods, train, verify
+from hasten.cli import bench, calibrate, chat, generate, info, methods, serve, train, verify
 from hasten.cli.guard import Commands
 from hasten.cli.options import Version
 
@@ -35,4 +35,5 @@ app.command("info")(info.info)
 app.command("calibrate")(calibrate.calibrate)
 app.command("verify")(verify.verify)
 app.command("bench")(bench.bench)
+app.command("serve")(serve.serve)
 app.add_typer(train.app, name="train")
