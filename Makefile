@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 BENCH_ARGS ?= --methods ar,prompt-lookup --suite mini
 
-.PHONY: venv demo test lint bench clean
+.PHONY: venv demo test test-vllm lint bench clean
 
 venv: $(READY)
 
@@ -31,6 +31,10 @@ demo: $(READY)
 test: $(READY)
 	@$(BIN)/python -m pytest -q
 
+# With vLLM itself, in an environment of its own (.venv-vllm, 3.4 GB, some minutes).
+test-vllm: $(READY)
+	@bash scripts/test_vllm.sh
+
 lint: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -40,4 +44,4 @@ bench: $(READY)
 	@$(BIN)/hasten bench $(BENCH_ARGS)
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-vllm build dist .mypy_cache .ruff_cache .pytest_cache

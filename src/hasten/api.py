@@ -14,6 +14,7 @@ from typing import Any
 
 from hasten import methods
 from hasten.decode import decode
+from hasten.decoding import Decoding
 from hasten.errors import CapabilityError, ContextError, OptionError
 from hasten.streams import AsyncStream, Request, Stream
 from hasten.targets.base import Target
@@ -22,7 +23,7 @@ from hasten.targets.load_options import Kernels
 from hasten.text import TextStream
 from hasten.turns import TurnLock
 from hasten.types import Result, SamplingParams
-from hasten.verify import pick_verifier
+from hasten.verify import Verifier, pick_verifier
 from hasten.worker import Worker
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -210,21 +211,21 @@ class LLM:
         """
         if not self.target.capabilities.fork or self.target.info.whole_prompt:
             return
-        groups: dict[tuple[int, ...], list[Request]] = {}
+        groups: dict[tuple[int, ...], list[Decoding]] = {}
         for request in requests:
-            if request.decoding.finish is None:
-                groups.setdefault(tuple(request.ids), []).append(request)
+            if request.decoding.finish is None and isinstance(request.decoding, Decoding):
+                groups.setdefault(tuple(request.ids), []).append(request.decoding)
         for ids, group in groups.items():
             if len(group) == 1 or len(ids) == 1:
                 continue
             base = self.target.open()
             opened.callback(self.target.close, base)
             # All requests have the same method, so their drafters want the same.
-            _, signals = group[0].decoding.read(base, ids[:-1])
-            for request in group:
+            _, signals = group[0].read(base, ids[:-1])
+            for decoding in group:
                 fork = self.target.open(base)
                 opened.callback(self.target.close, fork)
-                request.decoding.lend(fork, signals)
+                decoding.lend(fork, signals)
 
     # -- methods and tokens ----------------------------------------------------------------------
 
@@ -326,16 +327,22 @@ class LLM:
         """Check everything and build the request; nothing has run yet."""
         params = _merge(params, options)
         spec = self.method if method is None else self.prepare(method)
-        _, verifier = pick_verifier(verify, greedy=params.is_greedy)
+        verifier: Verifier | None = None
+        if not methods.get(spec.name).population:
+            _, verifier = pick_verifier(verify, greedy=params.is_greedy)
+        elif verify is not None:
+            raise OptionError(
+                "verify", f"plays no part in {spec.name}, which rejects nothing", "Leave it out"
+            )
         ids = self.tokenize(prompt, template=template, system=system)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
-        drafter, policy = self._prepared[spec]()
         text = (
             TextStream(self.tokenizer, params.stop, params.min_new_tokens)
             if self.tokenizer is not None
             else None
         )
-        return Request(self, ids, params, seed, str(spec), drafter, policy, verifier, text, trace)
+        drafting = self._prepared[spec]()
+        return Request(self, ids, params, seed, str(spec), drafting, verifier, text, trace)
 
     def _borrow(self, ids: Sequence[int]) -> Any:
         """The kept sequence cut to its common prefix with `ids`; None when it is of no use."""

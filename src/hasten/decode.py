@@ -9,12 +9,14 @@ never text.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import cast
 
 from hasten.decoding import Decoding
 from hasten.passes import run_pass, synchronize
 from hasten.policies.sharing import Shared, observe_pass, share_pass
+from hasten.smc.run import SMCRun
 from hasten.targets.base import Target
 from hasten.types import Draft, Round
 
@@ -31,8 +33,8 @@ class Batch:
     def __init__(self, target: Target) -> None:
         self._target = target
         self._packed = target.capabilities.packed
-        self._joining: dict[int, Decoding] = {}
-        self._active: dict[int, Decoding] = {}
+        self._joining: dict[int, Decoding | SMCRun] = {}
+        self._active: dict[int, Decoding | SMCRun] = {}
 
     def __len__(self) -> int:
         return len(self._joining) + len(self._active)
@@ -42,7 +44,7 @@ class Batch:
         """Requests whose prompts haven't been read."""
         return len(self._joining)
 
-    def join(self, key: int, request: Decoding) -> None:
+    def join(self, key: int, request: Decoding | SMCRun) -> None:
         """Take a request in; its prompt runs in the steps to come, in order of arrival."""
         self._joining[key] = request
 
@@ -81,9 +83,21 @@ class Batch:
 
     def step(self) -> Iterator[Event]:
         """A round of every active request."""
-        keys = list(self._active)
-        for group in [keys] if self._packed and keys else [[key] for key in keys]:
+        sharing: dict[int, Decoding] = {}
+        for key, request in list(self._active.items()):
+            if isinstance(request, Decoding):
+                sharing[key] = request
+            else:  # a population fills passes of its own
+                yield self._guarded(key, request.step)
+        together = [sharing] if self._packed and sharing else [{k: r} for k, r in sharing.items()]
+        for group in together:
             yield from self._pass(group)
+
+    def _guarded(self, key: int, run: Callable[[], Round]) -> Event:
+        try:
+            return self._made(key, run())
+        except Exception as error:
+            return self._failed(key, error)
 
     def _made(self, key: int, made: Round) -> Event:
         if made.finish is not None:
@@ -97,14 +111,14 @@ class Batch:
             other.__context__ = error
         return key, error
 
-    def _pass(self, keys: Sequence[int]) -> list[Event]:
+    def _pass(self, requests: Mapping[int, Decoding]) -> list[Event]:
         """Draft for each request, run one pass, settle each."""
         events: list[Event] = []
         shared = _Pass(self._target)
-        others = len(keys) - 1
-        for key in keys:
+        others = len(requests) - 1
+        for key, request in requests.items():
             try:
-                shared.draft(key, self._active[key], others)
+                shared.draft(key, request, others)
             except Exception as error:
                 events.append(self._failed(key, error))
         if not shared.requests:
@@ -113,12 +127,10 @@ class Batch:
             shared.run()
         except Exception as error:
             return [*events, *(self._failed(key, error) for key in shared.requests)]
-        for key in shared.requests:
-            try:
-                events.append(self._made(key, shared.settle(key)))
-            except Exception as error:
-                events.append(self._failed(key, error))
-        return events
+        return [
+            *events,
+            *(self._guarded(key, partial(shared.settle, key)) for key in shared.requests),
+        ]
 
 
 class _Pass:
@@ -189,7 +201,7 @@ class _Pass:
         return request.settle(self._passes[key], self._seconds)
 
 
-def decode(requests: Sequence[Decoding]) -> Iterator[tuple[int, Round]]:
+def decode(requests: Sequence[Decoding | SMCRun]) -> Iterator[tuple[int, Round]]:
     """Run requests to their end; yields ``(index, round)``, round 0 (the prefill) of each first.
 
     All requests share one target. They are closed at their end, and all of them when the caller

@@ -13,9 +13,7 @@ from dataclasses import dataclass, field, fields
 from importlib.metadata import entry_points
 from typing import Any, Protocol, get_type_hints
 
-from hasten.drafters.base import Drafter
 from hasten.errors import CapabilityError, OptionError
-from hasten.policies.base import Policy
 from hasten.policies.cost import CostTable
 from hasten.targets.base import Capabilities, Target
 
@@ -23,8 +21,9 @@ logger = logging.getLogger(__name__)
 
 ENTRY_POINTS = "hasten.drafters"
 
-MakeRequest = Callable[[], tuple[Drafter, Policy]]
-"""Makes one request's drafter and policy: they are never shared between requests."""
+MakeRequest = Callable[[], tuple[Any, Any]]
+"""Makes one request's drafter and policy (`hasten.drafters.base.Drafter`,
+`hasten.policies.base.Policy`): they are never shared between requests."""
 
 
 class Shared(Protocol):
@@ -50,13 +49,13 @@ class RequestMaker:
 
     def __init__(
         self,
-        make: Callable[[Mapping[str, Any]], tuple[Drafter, Policy]],
+        make: Callable[[Mapping[str, Any]], tuple[Any, Any]],
         shared: Mapping[str, Shared] | None = None,
     ) -> None:
         self._make = make
         self._shared: dict[str, Shared] = dict(shared or {})
 
-    def __call__(self) -> tuple[Drafter, Policy]:
+    def __call__(self) -> tuple[Any, Any]:
         """A new drafter and policy."""
         return self._make(self._shared)
 
@@ -107,6 +106,8 @@ class Method:
     variants  named sets of options.
     trees     drafts may branch: on a target without tree masks they are cut to chains, which is
               said.
+    population  answered by a population of particles (`hasten.smc`), not round by round with a
+              verifier: `prepare` makes `(Proposal, SMCOptions)` pairs.
     """
 
     name: str
@@ -118,6 +119,7 @@ class Method:
     lossless: str = "yes"
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     trees: bool = False
+    population: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +152,9 @@ def register(method: Method) -> None:
 
 def all_methods() -> dict[str, Method]:
     """Every method by name, those of installed plug-ins included."""
-    from hasten import builtin
+    from hasten.builtin import registry
 
-    for method in builtin.METHODS:
+    for method in registry.METHODS:
         _REGISTRY.setdefault(method.name, method)
     _read_entry_points()
     return dict(_REGISTRY)

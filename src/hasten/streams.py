@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from hasten.decode import decode
 from hasten.decoding import Decoding
-from hasten.drafters.base import Drafter
 from hasten.metrics import Summary
-from hasten.policies.base import Policy
+from hasten.smc.run import SMCRun
 from hasten.stopping import Stopper
 from hasten.text import TextStream
 from hasten.types import Result, Round, SamplingParams
+from hasten.verify import Verifier
 
 if TYPE_CHECKING:
     from hasten.api import LLM
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 class Request:
-    """A request between its options and its result."""
+    """A request between its options and its result.
+
+    drafting  a drafter and a policy; without a verifier a proposal and the options of ``smc``
+    """
 
     def __init__(
         self,
@@ -30,9 +33,8 @@ class Request:
         params: SamplingParams,
         seed: int,
         method: str,
-        drafter: Drafter,
-        policy: Policy,
-        verifier: Any,
+        drafting: tuple[Any, Any],
+        verifier: Verifier | None,
         text: TextStream | None,
         trace: bool,
     ) -> None:
@@ -40,16 +42,31 @@ class Request:
         stopper = Stopper(params, info.eos_ids, len(ids), info.context_limit, text)
         self.llm, self.ids, self.params, self.seed, self.method = llm, ids, params, seed, method
         self.text, self.trace, self.keep = text, trace, False
-        self.decoding = Decoding(
-            llm.target,
-            ids,
-            params,
-            drafter=drafter,
-            policy=policy,
-            verifier=verifier,
-            seed=seed,
-            stopper=stopper,
-        )
+        self.decoding: Decoding | SMCRun
+        if verifier is None:
+            proposal, options = drafting
+            self.decoding = SMCRun(
+                llm.target,
+                ids,
+                params,
+                options,
+                proposal=proposal,
+                seed=seed,
+                stopper=stopper,
+                tokenizer=llm.tokenizer,
+            )
+        else:
+            drafter, policy = drafting
+            self.decoding = Decoding(
+                llm.target,
+                ids,
+                params,
+                drafter=drafter,
+                policy=policy,
+                verifier=verifier,
+                seed=seed,
+                stopper=stopper,
+            )
         self.rounds: list[Round] = []
         self.tokens: list[int] = []
         self.logprobs: list[Any] = []
@@ -84,6 +101,7 @@ class Request:
             logprobs=tuple(self.logprobs) if self.params.logprobs is not None else None,
             metrics=self.metrics,
             rounds=tuple(self.rounds),
+            population=getattr(self.decoding, "info", None),
         )
 
 

@@ -274,6 +274,7 @@ class Result:
     tokens        new ids, the one that ended the request included
     text          their text without special tokens and without the stop string
     metrics       see `hasten.metrics.Summary`
+    population    of ``smc``: the weighted answers it was picked from (`hasten.smc.info.SMCInfo`)
     seed          the seed actually used
     """
 
@@ -287,3 +288,4 @@ class Result:
     logprobs: tuple[TokenLogprob, ...] | None
     metrics: Any
     rounds: tuple[Round, ...] = ()
+    population: Any = None

@@ -126,3 +126,17 @@ def test_a_difference_on_native_kernels_is_not_excused(
     value = json.loads(verify_native("--json", *flags).stdout)
     assert value["faults"] == len(value["differences"]) > 0
     assert (value["kernels"], value["quantize"]) == ("native", "int8" if flags else "")
+
+
+def test_a_population_is_told_how_far_it_may_be_off(verify: Hasten) -> None:
+    method = "smc,draft=self,particles=4,length=2"
+    result = verify("--method", method)
+    assert result.exit_code == 0, result.stderr
+    assert "not lossless" in result.stdout
+    assert "E[Z]" in result.stdout
+    made = json.loads(verify("--method", method, "--json").stdout)
+    assert len(made["prompts"]) == 2
+    for found in made["prompts"]:
+        # the draft is the model itself: nothing is weighed
+        assert found["rel_var"] == pytest.approx(0, abs=1e-6)
+        assert found["evidence"] == pytest.approx(1, abs=1e-3)

@@ -10,6 +10,7 @@ import typer
 from rich.text import Text
 
 from hasten.cli import options as opt
+from hasten.cli import verify_smc
 from hasten.cli.screen import busy, counting, err, load_model, out, print_json
 from hasten.errors import OptionError
 
@@ -52,7 +53,8 @@ def verify(
 
     The exit code is 1 when one differs without excuse. In float32, and with hasten's own kernels in
     any precision, every answer must be identical; else a difference is excused only as a measured
-    near tie, re-scored in the same precision and in float32.
+    near tie, re-scored in the same precision and in float32. ``smc`` isn't lossless: how far it is
+    off is estimated instead.
     """
     opt.sampling(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
     if temperature == 0:
@@ -67,6 +69,11 @@ def verify(
     model = model if name is None else name
     llm = load_model(model, method, **loading)
     prompts = make_prompts(llm)
+    from hasten.methods import get
+
+    if get(llm.method.name).population:
+        verify_smc.diagnose(llm, prompts, max_new_tokens, temperature, seed, json)
+        return
     reference = _reference(llm, model, loading.get("device"))
     proof = _prove(llm, prompts, reference, max_new_tokens, temperature, seed)
     if json:

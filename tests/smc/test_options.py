@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import logging
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from hasten.errors import CapabilityError, OptionError, VocabularyError
+from hasten.exits import store
+from hasten.methods import MethodContext
+from hasten.smc.exit_proposal import ExitProposal
+from hasten.smc.options import SMCOptions, check_mix, prepare
+from hasten.smc.proposals import ModelProposal
+from tests.conformance.toy_target import ToyTokenizer
+from tests.exits import exit_models as tiny
+from tests.exits.exit_requests import EVEN
+from tests.smc.requests import near, toy
+
+
+class Others(ToyTokenizer):
+    """The same letters by other ids."""
+
+    letters = ToyTokenizer.letters[::-1]
+
+
+def context(target: Any = None, other: Any = None, tokenizer: Any = None) -> MethodContext:
+    other = other or near()
+    loaded = (other, tokenizer or ToyTokenizer())
+    return MethodContext(target or toy(), ToyTokenizer(), lambda name: loaded)
+
+
+@pytest.fixture
+def modules(tmp_path: Any) -> str:
+    """Modules of the tiny fused target, over half of its vocabulary."""
+    made = tiny.config("deep", 0, 32), tiny.config("adapter", 2, 32)
+    tensors = [(each, tiny.near_tensors(each)) for each in made]
+    store.save(tmp_path, "tiny", list(EVEN), tensors, {})
+    return str(tmp_path)
+
+
+def test_every_option_says_what_it_is_for() -> None:
+    assert all(field.metadata["help"] for field in fields(SMCOptions))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"particles": 0},
+        {"particles": 257},
+        {"length": 0},
+        {"draft": "dflash"},
+        {"draft_temperature": 0.0},
+        {"draft_temperature": float("nan")},
+        {"mix": 1.0},
+        {"alpha": 0.0},
+        {"alpha": float("inf")},
+        {"threshold": -0.1},
+        {"resampler": "coin"},
+        {"first_token": "none"},
+        {"population": "one"},
+        {"vocabulary": "some"},
+    ],
+    ids=str,
+)
+def test_values_out_of_range_are_refused_by_name(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(OptionError, match=rf"^smc\.{name}: must be"):
+        SMCOptions(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"draft": "draft-model"}, "smc.model: is missing"),
+        ({"draft": "draft-model", "model": "m", "exits": "2"}, "smc.exits: plays no part"),
+        ({"draft": "self", "model": "m"}, "smc.model: plays no part"),
+        ({"draft": "self", "vocabulary": "reduced"}, "smc.vocabulary: plays no part"),
+        ({"head": "own", "vocabulary": "reduced"}, "smc.vocabulary: plays no part"),
+    ],
+    ids=str,
+)
+def test_options_that_play_no_part_are_refused_by_name(options: Any, named: str) -> None:
+    with pytest.raises(OptionError, match=named):
+        prepare(SMCOptions(**options), context())
+
+
+def test_each_request_gets_a_proposal_of_its_own() -> None:
+    for options in (SMCOptions(draft="self"), SMCOptions(draft="draft-model", model="m")):
+        make = prepare(options, context())
+        assert isinstance(make(), ModelProposal)
+        assert make() is not make()
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused() -> None:
+    with pytest.raises(VocabularyError):
+        prepare(SMCOptions(draft="draft-model", model="m"), context(tokenizer=Others()))
+
+
+def test_exits_draft_the_whole_vocabulary_unless_told_otherwise(modules: str) -> None:
+    target = tiny.target()
+    for changes, layer, full in (
+        ({}, 0, True),
+        ({"exits": "2"}, 2, True),
+        ({"vocabulary": "reduced"}, 0, False),
+    ):
+        options = SMCOptions(**{"modules": modules, **changes})
+        proposal = prepare(options, context(target))()
+        assert isinstance(proposal, ExitProposal)
+        assert proposal._config.layer == layer
+        assert proposal.full_support is full
+        assert check_mix(options, proposal) == (0.0 if full else 0.05)
+    own = prepare(SMCOptions(head="own", exits="3"), context(target))()
+    assert own.full_support
+
+
+def test_a_reduced_vocabulary_without_mixing_is_refused(modules: str) -> None:
+    options = SMCOptions(modules=modules, vocabulary="reduced", mix=0.0)
+    with pytest.raises(OptionError, match=r"smc\.mix: is 0.*vocabulary=whole"):
+        prepare(options, context(tiny.target()))
+
+
+def test_targets_that_cannot_hold_a_population_are_refused() -> None:
+    target = toy()
+    target.capabilities = replace(target.capabilities, fork=False)
+    with pytest.raises(CapabilityError, match="can't be forked"):
+        prepare(SMCOptions(draft="self"), context(target))
+    unlayered = toy(layer_ranges=False)
+    with pytest.raises(CapabilityError, match="can't exit early"):
+        prepare(SMCOptions(), context(unlayered))
+
+
+def test_a_target_that_packs_nothing_is_announced(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        prepare(SMCOptions(draft="self"), context(toy(packed=False)))
+    assert "take turns" in caplog.text
