@@ -26,7 +26,6 @@ class ProcessorMaker(Protocol):
         ...
 
 
-
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen and when to stop; the defaults are greedy.
