@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -105,6 +105,8 @@ class Decoding:
         self.candidates: Draft | None = None
         """What the drafter proposed for this round; None when it wasn't asked."""
         self._read = Readback(self.sampler, drafter.needs)
+        needs = drafter.needs
+        self._prompt_needs = needs if needs.prompt_topk else replace(needs, topk=0)
         self._prompt_signals: list[RowSignals] = []
         self._idle = False
         """Nothing is drafted in this shared pass: what it says can be told to the drafter later."""
@@ -187,12 +189,12 @@ class Decoding:
             return self._timed(lambda: prefill(tokens)), NOTHING
         passed = self._timed(lambda: prefill(tokens, taps=needs.hidden))
         last = Pass(passed.logits, {layer: rows[-1:] for layer, rows in passed.hidden.items()})
-        return last, self._read.rows(last, needs)
+        return last, self._read.rows(last, self._prompt_needs)
 
     def read(self, sequence: Any, tokens: Sequence[int]) -> tuple[Pass, RowSignals]:
         """Run part of a prompt into `sequence`: the last row's logits, and the signals that the
         drafter wants of the prompt's rows (all of them None where it wants none)."""
-        needs, prefill = self.drafter.needs, partial(self.target.prefill, sequence)
+        needs, prefill = self._prompt_needs, partial(self.target.prefill, sequence)
         if not needs.prompt:
             return self._timed(lambda: prefill(tokens)), NOTHING
         parts: list[RowSignals] = []
@@ -226,7 +228,7 @@ class Decoding:
         if not drafting:
             return
         self._catch_up()
-        self._context.model_seconds = 0.0
+        self._context.model_seconds, self._context.others = 0.0, others
         draft = self._guard("propose", self.drafter.propose, self._context, budget)
         self._draft = self.candidates = self._guard("propose", self._fit, draft, budget)
         clock.draft_model += self._context.model_seconds

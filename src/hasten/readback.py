@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -22,6 +23,7 @@ class Readback:
 
     def __init__(self, sampler: Sampler, needs: Signals) -> None:
         self._sampler, self._needs = sampler, needs
+        self._spare = replace(needs, topk=0) if needs.sparse else needs
         self._best: list[int] | None = None
         """The pass's argmax of every row, where it came with the top-k."""
         self.seconds = 0.0
@@ -33,12 +35,13 @@ class Readback:
     ) -> tuple[RowSignals, list[int] | None]:
         """Signals of a round's rows, and their greedy tokens where these are the answer.
 
-        `idle`: nobody drafts now, so that signals of which the drafter can spare some are left out
+        `idle`: nobody drafts now, so that what the drafter can spare is left out
         (`Signals.sparse`).
         """
-        if not self._wanted or (idle and self._needs.sparse):
+        if not self._wanted:
             return NOTHING, self.argmax(passed, NOTHING)
-        signals = self.rows(passed, self._needs, draft, ids)
+        needs = self._spare if idle else self._needs
+        signals = self.rows(passed, needs, draft, ids)
         return signals, self.argmax(passed, signals)
 
     def rows(

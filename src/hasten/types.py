@@ -154,7 +154,8 @@ class Signals:
     probs      the sampler's distribution at every row (float32, vocab wide).
     embeddings input embeddings on request (``ctx.embed``).
     prompt     the same signals for the prompt's rows too, handed to ``begin``.
-    sparse     rounds of a shared pass in which nothing was drafted may come without signals.
+    prompt_topk  False: the prompt's rows come without top-k, which costs a quarter of reading them.
+    sparse     rounds of a shared pass in which nothing was drafted may come without top-k.
     """
 
     topk: int = 0
@@ -162,6 +163,7 @@ class Signals:
     probs: bool = False
     embeddings: bool = False
     prompt: bool = False
+    prompt_topk: bool = True
     sparse: bool = False
 
 

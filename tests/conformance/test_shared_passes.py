@@ -91,7 +91,7 @@ class Recorder(BaseDrafter):
     name = "recorder"
 
     def __init__(self, sparse: bool) -> None:
-        self.needs = Signals(topk=2, sparse=sparse)
+        self.needs = Signals(topk=2, hidden=(1,), sparse=sparse)
         self.told: list[int] = []
         self.rounds: list[Round] = []
         self.drafts = 0
@@ -121,7 +121,8 @@ def test_a_drafter_that_paused_has_seen_everything_when_it_is_asked_again(sparse
         assert drafter.drafts > 3
         assert drafter.told == target.plain(prompt_of(key), GREEDY), "also at the end"
         read = [r.signals.topk_ids is not None for r in drafter.rounds[1:]]
-        assert all(read) != sparse, "a paused drafter that can spare them gets no signals"
+        assert all(read) != sparse, "a paused drafter that can spare it gets no top-k"
+        assert all(len(r.signals.hidden[1]) == len(r.tree or ()) for r in drafter.rounds[1:])
 
 
 class Fails(BaseDrafter):

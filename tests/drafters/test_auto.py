@@ -105,7 +105,7 @@ def test_a_module_that_never_helps_is_asked_now_and_then_only() -> None:
     worth = Worth()
     asked = 0
     for _ in range(200):
-        if worth.ask():
+        if worth.ask(0):
             asked += 1
             worth.note([7, 8], [7])
         worth.learn(7)  # the others named it too
@@ -116,14 +116,14 @@ def test_a_module_that_never_helps_is_asked_now_and_then_only() -> None:
 def test_a_module_that_helps_again_is_asked_again() -> None:
     worth = Worth()
     for token in [5] * 100 + [8] * 100:
-        if worth.ask():
+        if worth.ask(0):
             worth.note([7, 8], [7])
         worth.learn(token)
     assert all(_asks(worth, 8) for _ in range(10))
 
 
 def _asks(worth: Worth, token: int) -> bool:
-    asked = worth.ask()
+    asked = worth.ask(0)
     if asked:
         worth.note([7, 8], [7])
     worth.learn(token)
@@ -133,9 +133,23 @@ def _asks(worth: Worth, token: int) -> bool:
 def test_a_round_in_which_it_was_not_asked_says_nothing_about_the_module() -> None:
     worth, other = Worth(), Worth()
     worth.learn(3)
-    assert worth.ask() == other.ask()
+    assert worth.ask(0) == other.ask(0)
     worth.note([3], [])
     worth.learn(3)
     before = worth._helps
     worth.learn(4)
     assert worth._helps == before
+
+
+def test_beside_others_a_question_must_help_more_often() -> None:
+    alone, beside = Worth(0.1), Worth(0.1)
+    # it helps a third of the time: enough alone, and not in a quarter of a pass
+    asked = [0, 0]
+    for turn in range(300):
+        for at, (worth, others) in enumerate(((alone, 0), (beside, 3))):
+            if worth.ask(others):
+                asked[at] += 1
+                worth.note([turn % 3], [])
+                worth.learn(0)
+    assert asked[0] > 250
+    assert asked[1] < 60

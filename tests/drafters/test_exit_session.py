@@ -11,7 +11,7 @@ from tests.exits.exit_models import LAYERS
 from tests.exits.exit_requests import prompt_of
 
 from hasten.drafters import exit_session
-from hasten.drafters.exit_session import ExitSession, ModuleRun
+from hasten.drafters.exit_session import ExitSession, TorchRun
 from hasten.exits.modules import ExitModule, ExitState
 from hasten.types import DraftTree, Round, RowSignals
 
@@ -37,8 +37,8 @@ def module(kind: str, layer: int) -> ExitModule:
     return tiny.module(tiny.config(kind, layer, HIDDEN))
 
 
-def runner(kind: str, layer: int) -> ModuleRun:
-    return ModuleRun(module(kind, layer), tiny.target().ends().embeddings)
+def runner(kind: str, layer: int) -> TorchRun:
+    return TorchRun(module(kind, layer), tiny.target().ends().embeddings)
 
 
 def whole(kind: str, layer: int, tokens: Sequence[int] = TEXT) -> torch.Tensor:
@@ -125,7 +125,7 @@ def test_a_text_known_from_its_middle_on_is_that_text_alone() -> None:
         fresh.feed(TEXT[10:-1], rows(hidden, 10, len(TEXT) - 1))
         root = hidden[layer][-1:]
         close(run.first(TEXT[-1], root), fresh.first(TEXT[-1], root))
-        assert run._state.length == len(TEXT) - 11
+        assert run.length == len(TEXT) - 11
 
 
 def test_a_session_without_any_signals_still_answers() -> None:
@@ -148,7 +148,7 @@ def test_kept_nodes_of_a_tree_are_fed_along_their_path() -> None:
         Round(1, (TEXT[5], TEXT[6], TEXT[7]), tree=tree, accepted=(0, 2, 4), signals=signals)
     )
     run = session.runs[0]
-    alone = ModuleRun(run.module, tiny.target().ends().embeddings)
+    alone = TorchRun(run.module, tiny.target().ends().embeddings)
     alone.feed(TEXT[:7], rows(hidden, 0, 7))
     close(run.first(TEXT[7], hidden[2][7:8]), alone.first(TEXT[7], hidden[2][7:8]))
 
@@ -162,7 +162,7 @@ def test_rows_wait_until_they_are_many_and_then_say_the_same(
     waiting = []
     for start in range(0, 20, 4):
         at_work.feed(TEXT[start : start + 4], rows(hidden, start, start + 4))
-        waiting.append(start + 4 - at_work._state.length)
+        waiting.append(start + 4 - at_work.length)
     assert waiting == [4, 8, 4, 8, 4]
     root = hidden[layer][20:21] if layer else None
     close(at_work.first(TEXT[20], root), wanted[20:21])
@@ -171,7 +171,7 @@ def test_rows_wait_until_they_are_many_and_then_say_the_same(
 def test_a_prompt_is_put_in_before_the_first_draft() -> None:
     session = ExitSession(tiny.bank([("deep", 0), ("adapter", 2), ("lens", 4)]))
     session.begin(TEXT, RowSignals(hidden={at: states()[at] for at in session.bank.taps}))
-    assert [run._state.length for run in session.runs] == [len(TEXT), len(TEXT), 0]
+    assert [run.length for run in session.runs] == [len(TEXT), len(TEXT), 0]
 
 
 def test_a_session_that_ended_holds_nothing() -> None:

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 
 from hasten.builtin.common import MOST, START, Policies, opt, start_for
-from hasten.builtin.exit_sources import probe_ms
+from hasten.builtin.exit_sources import question_share
 from hasten.drafters.ar import Plain
 from hasten.drafters.auto import GROWTH, Auto, Worth
 from hasten.drafters.base import Drafter
 from hasten.exits import store
 from hasten.exits.bank import ExitBank
 from hasten.methods import Method, MethodContext, RequestMaker
-from hasten.policies import cost
 from hasten.policies.base import FixedPolicy, Policy
 from hasten.policies.budget import AcceptanceBook
 from hasten.targets.base import Target
@@ -39,10 +38,6 @@ class AutoOptions:
     )
 
 
-_COLD = 6.0
-"""What a question takes in a round, where a pass has emptied the caches and the module is fed
-first, against a probe after another probe (about 2.3 ms for two against 0.35 ms each)."""
-_CONTEXT = 256
 _TOO_DEAR = 0.2
 """A question that costs this share of a plain pass never pays: the module is left out."""
 
@@ -67,9 +62,10 @@ def _auto(options: AutoOptions, context: MethodContext) -> RequestMaker:
     start = start_for(options.start, context)
     exits = _module_at_zero(context.target) if options.exits else None
 
-    least = Worth.LEAST if exits is None else _question(exits, context)
-    if least > _TOO_DEAR:
-        exits = None
+    least = Worth.LEAST
+    if exits is not None:  # a question must help as often as it costs a pass
+        least = question_share(context.target, exits, GROWTH)
+        exits = exits if least <= _TOO_DEAR else None
 
     eos = context.target.info.eos_ids
 
@@ -77,13 +73,6 @@ def _auto(options: AutoOptions, context: MethodContext) -> RequestMaker:
         return Auto(start=start, exits=exits, least=least, eos_ids=eos), policy(shared)
 
     return RequestMaker(make, {"counts": AcceptanceBook()})
-
-
-def _question(exits: ExitBank, context: MethodContext) -> float:
-    """What asking the module costs, as a share of a plain pass: it must help as often."""
-    table = context.costs or cost.load_or_measure(context.target)
-    asking = GROWTH.steps * _COLD * probe_ms(exits, 0)
-    return asking / table.pass_ms(1, _CONTEXT)
 
 
 METHODS = (

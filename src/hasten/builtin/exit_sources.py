@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from hasten.builtin.common import need
+from hasten.drafters.base import DraftContext
+from hasten.drafters.exit_session import ExitSession
+from hasten.drafters.exit_tree import Growth, grow
+from hasten.drafters.tree_builder import TreeBuilder
 from hasten.errors import OptionError
 from hasten.exits import store
 from hasten.exits.bank import ExitBank, own_head_bank, require_exits
-from hasten.exits.modules import ExitState
+from hasten.passes import synchronize
 from hasten.policies.cost import CostTable
 from hasten.policies.exits import ExitCosts
 from hasten.targets.base import Target
 from hasten.targets.fused_native import draft_linear
+from hasten.types import DraftTree, Round, Rows, RowSignals
 
 EXITS = "candidate exit layers, as 0+2+4; empty: those of the modules, or by the model's depth"
 MODULES = "folder of exit modules; empty: those shipped for these weights"
+_CONTEXT, _WARMUP = 256, 2
+"""Tokens before a question that is timed, and how many aren't."""
 HEAD = "modules, or own: the model's norm and head, which LayerSkip checkpoints are trained for"
 
 
@@ -112,16 +119,97 @@ def exit_costs(target: Target, bank: ExitBank, table: CostTable, steps: int) -> 
 
 def probe_ms(bank: ExitBank, number: int, repeats: int = 9) -> float:
     """Milliseconds of one probe of a bank's module, timed now: the median of a few."""
-    module = bank.modules[number]
-    config, head = module.config, bank.head.local(())
-    row = bank.embeddings[:1]
+    session, row = ExitSession(bank), bank.embeddings[:1]
+    run, hidden = session.runs[number], dict.fromkeys(bank.taps, row)
+    state = row if run.config.layer else None
     times: list[float] = []
     with torch.inference_mode():
-        state = ExitState()
         for _ in range(repeats):
             started = time.perf_counter()
-            feature = row if config.deep else None
-            out = module.run(state, row, feature, verified=1, want=1)
-            torch.softmax(head(bank.normed(module, out)), -1).max()
+            run.feed([0], hidden)
+            torch.softmax(session.logits(run, run.first(0, state)), -1).max()
             times.append(1e3 * (time.perf_counter() - started))
     return statistics.median(times)
+
+
+class Questions:
+    """Questions to a bank's module at exit 0, each as a round asks it: what a pass of the target
+    verified is fed, then a tree is grown, in as many steps as `growth` allows.
+
+    They have a sequence of their own, which `close` gives back.
+    """
+
+    def __init__(self, target: Target, bank: ExitBank, context: int, growth: Growth) -> None:
+        self._target = target
+        self._growth = replace(growth, mass=0.0)
+        self._ids = [1 + i % (target.info.vocab_size - 1) for i in range(context)]
+        self._sequence = target.open()
+        try:
+            self._taps = bank.taps
+            hidden = target.prefill(self._sequence, self._ids[:-1], taps=self._taps).hidden
+            self._session = ExitSession(bank)
+            self._session.begin(self._ids[:-1], RowSignals(hidden=hidden))
+            self._round: Round | None = None
+        except BaseException:
+            self.close()
+            raise
+
+    def run_pass(self) -> float:
+        """Milliseconds of a plain pass."""
+        root = self._ids[-1]
+        started = time.perf_counter()
+        (passed,) = self._target.forward([Rows(self._sequence, (root,), (-1,))], taps=self._taps)
+        synchronize(self._target)
+        took = time.perf_counter() - started
+        self._target.rollback(self._sequence)
+        tree = DraftTree.chain(root)
+        signals = RowSignals(hidden=passed.hidden)
+        self._round = Round(1, (root,), tree=tree, accepted=(0,), signals=signals)
+        return 1e3 * took
+
+    def ask(self) -> float:
+        """Milliseconds of a question."""
+        assert self._round is not None, "a pass comes first"
+        session, tree = self._session, TreeBuilder(self._ids[-1], 64, 64)
+        context = DraftContext(self._ids, _no_ids, _no_probs, True)
+        started = time.perf_counter()
+        session.observe(self._round)
+        with torch.inference_mode():
+            grow(tree, session, session.runs[0], context, self._growth)
+        return 1e3 * (time.perf_counter() - started)
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._target.close(self._sequence)
+
+
+def question_share(target: Target, bank: ExitBank, growth: Growth, repeats: int = 12) -> float:
+    """What a question of `growth` to the module at exit 0 costs, as a share of a plain pass.
+
+    Both are timed in turns, so that each question finds the caches as a pass leaves them. Of each
+    the lower quartile counts: a program that is busy now may be gone in a minute.
+    """
+    context = max(min(_CONTEXT, target.info.context_limit // 4), 2)
+    questions = Questions(target, bank, context, growth)
+    passes: list[float] = []
+    asked: list[float] = []
+    try:
+        for _ in range(_WARMUP + repeats):
+            passes.append(questions.run_pass())
+            asked.append(questions.ask())
+    finally:
+        questions.close()
+    return _quartile(asked[_WARMUP:]) / _quartile(passes[_WARMUP:])
+
+
+def _quartile(samples: Sequence[float]) -> float:
+    return sorted(samples)[len(samples) // 4]
+
+
+def _no_ids(*_: Any) -> list[int]:
+    """Nothing is sampled here."""
+    return []
+
+
+def _no_probs(*_: Any) -> torch.Tensor:
+    return torch.zeros(1)

@@ -52,10 +52,12 @@ class Worth:
         self._theirs: frozenset[int] = frozenset()
         self._named: frozenset[int] = frozenset()
 
-    def ask(self) -> bool:
-        """Whether to ask now."""
+    def ask(self, others: int) -> bool:
+        """Whether to ask now, in a pass shared with `others`: a question costs as much as alone,
+        and a request's part of the pass is smaller."""
         self._waited += 1
-        return self._helps >= self._least or self._waited >= self.PATIENCE
+        least = self._least * (1 + others)
+        return self._helps >= least or self._waited >= self.PATIENCE * (1 + others)
 
     def note(self, said: Sequence[int], others: Sequence[int]) -> None:
         """What the module and the other sources named after the pending token."""
@@ -100,7 +102,7 @@ class Auto(BaseDrafter):
         taps = () if exits is None else exits.taps
         # A prompt's candidates cost a quarter of reading it, and spare one pass in seventy.
         asks = exits is not None
-        self.needs = Signals(topk=breadth, hidden=taps, prompt=asks, sparse=not asks)
+        self.needs = Signals(topk=breadth, hidden=taps, prompt=asks, prompt_topk=False, sparse=True)
         self._suffix = Suffix(eos_ids=eos_ids)
         self._successors = SuccessorTable(start=start)
 
@@ -127,7 +129,11 @@ class Auto(BaseDrafter):
             assert child is not None  # the guess keeps to the budget
             nodes.append(child)
         rivals: dict[int, int] = {}
-        if self._session is not None and not self._copies_are_sure(guess) and self._worth.ask():
+        if (
+            self._session is not None
+            and not self._copies_are_sure(guess)
+            and self._worth.ask(ctx.others)
+        ):
             rivals = self._ask(tree, ctx, dict(zip(nodes, guess.chances, strict=True)))
         grow_logits(tree, self._successors, self.breadth, rivals=rivals, eos_ids=self._eos_ids)
         return tree.draft()

@@ -32,6 +32,7 @@ class DraftContext:
                layers and gives their hidden states ``(rows, hidden_size)``; None when the target
                can't.
     embed      input embeddings of ids, ``(n, hidden_size)``; None when not asked for.
+    others     requests that share this round's pass.
     """
 
     ids: Sequence[int]
@@ -40,6 +41,7 @@ class DraftContext:
     greedy: bool
     run_rows: Callable[[Sequence[int], Sequence[int], tuple[int, int]], torch.Tensor] | None = None
     embed: Callable[[Sequence[int]], torch.Tensor] | None = None
+    others: int = 0
     model_seconds: float = 0.0
     """A drafter with a model of its own adds the seconds of its passes, and of choosing tokens from
     their logits, here: they aren't host work."""

@@ -7,19 +7,18 @@ themselves now and then, so that the queue stays short.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from hasten.exits.bank import ExitBank, LocalHead
-from hasten.exits.modules import ExitModule, ExitState, cut
+from hasten.exits.modules import MOST_WAITING, ExitModule, ExitState, cut
+from hasten.exits.native_module import NativeRun, Pairs
 from hasten.types import Round, RowSignals
 
-MOST_WAITING = 64
-"""Verified rows wait for a question; so many are put into the module without one."""
 
-
-class ModuleRun:
+class TorchRun:
     """A request's run of one module: verified rows up to the pending root, then scratch rows."""
 
     def __init__(self, module: ExitModule, embeddings: torch.Tensor) -> None:
@@ -31,19 +30,39 @@ class ModuleRun:
         self._deep: dict[int, list[torch.Tensor]] = {layer: [] for layer in self.config.deep}
         self._before: dict[int, torch.Tensor] | None = None
         """Deep states of the verified row before those in the queue."""
+        self._parents: list[int] = []
+        self._asked = torch.empty(0)
+        """Parents of the rows `step` was given since the root, and the outputs ``(n, hidden)``."""
 
-    def feed(self, tokens: Sequence[int], hidden: Mapping[int, torch.Tensor]) -> None:
-        """Verified rows: their tokens and their states at the tapped layers."""
+    @property
+    def length(self) -> int:
+        """Verified rows in the module."""
+        return self._state.length
+
+    @torch.inference_mode()
+    def feed(
+        self,
+        tokens: Sequence[int],
+        hidden: Mapping[int, torch.Tensor],
+        kept: Sequence[int] | None = None,
+    ) -> None:
+        """Verified rows: their tokens and, in `hidden`, states ``(n, hidden)`` at the tapped
+        layers: of the rows `kept` (None: of just these rows)."""
         cut(self._state)
         if not self.config.attends:
             return
+        if kept is not None:
+            hidden = {layer: _rows(hidden[layer], kept) for layer in self._tapped()}
         if len(self._tokens) >= MOST_WAITING:
             self.catch_up()
         self._tokens.extend(tokens)
         if self.config.layer:
             self._states.append(hidden[self.config.layer])
-        for layer, kept in self._deep.items():
-            kept.append(hidden[layer])
+        for layer, queue in self._deep.items():
+            queue.append(hidden[layer])
+
+    def _tapped(self) -> set[int]:
+        return {*self.config.deep, self.config.layer} - {0}
 
     def catch_up(self) -> None:
         """Put the waiting rows into the module."""
@@ -108,6 +127,29 @@ class ModuleRun:
             mask=mask,
         )
 
+    def step(self, tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
+        """At exit 0: outputs ``(n, hidden)`` at rows of a tree, see `ExitSession.ask`."""
+        if parents[0] < 0:
+            self._parents, self._asked = [-1], self.first(tokens[0], None)
+            return self._asked
+        self._parents += parents
+        paths = [self._path(row) for row in range(len(self._asked), len(self._parents))]
+        mask = torch.full((len(paths), len(self._parents)), -torch.inf)
+        for i, path in enumerate(paths):
+            mask[i, path] = 0.0
+        above = self._asked[list(parents)]
+        depths = [len(path) - 1 for path in paths]
+        out = self.more(tokens, None, above, depths, mask.to(above.device))
+        self._asked = torch.cat([self._asked, out])
+        return out
+
+    def _path(self, row: int) -> list[int]:
+        """A row and those above it."""
+        path = [row]
+        while (row := self._parents[row]) >= 0:
+            path.append(row)
+        return path
+
     def _embed(self, tokens: Sequence[int]) -> torch.Tensor:
         table = self._embeddings
         return table[torch.tensor(list(tokens), device=table.device)]
@@ -135,42 +177,75 @@ class ModuleRun:
         return self._embeddings.new_zeros(rows, self.config.hidden)
 
 
+ModuleRun = TorchRun | NativeRun
+
+
+def _rows(value: torch.Tensor, kept: Sequence[int]) -> torch.Tensor:
+    """The rows `kept` of `value`: a view where they are the first ones."""
+    if list(kept) == list(range(len(kept))):
+        return value[: len(kept)]
+    return value[torch.tensor(list(kept), device=value.device)]
+
+
 class ExitSession:
     """A request's modules and its draft head."""
 
     def __init__(self, bank: ExitBank) -> None:
         self.bank = bank
-        self.runs = [ModuleRun(module, bank.embeddings) for module in bank.modules]
+        self.runs: list[ModuleRun] = self._runs()
         self.head: LocalHead = bank.head.local(())
+
+    def _runs(self) -> list[ModuleRun]:
+        """A new request's, on hasten's own kernels where they have the module."""
+        bank = self.bank
+        return [
+            NativeRun(bank.native[module.config.layer])
+            if module.config.layer in bank.native
+            else TorchRun(module, bank.embeddings)
+            for module in bank.modules
+        ]
 
     @torch.inference_mode()
     def begin(self, prompt: Sequence[int], signals: RowSignals) -> None:
         """A new request; `signals` are those of the prompt's last rows (perhaps of one alone)."""
-        self.runs = [ModuleRun(module, self.bank.embeddings) for module in self.bank.modules]
+        self.runs = self._runs()
         self.head = self.bank.head.local(prompt)
         if signals.hidden:
             rows = len(next(iter(signals.hidden.values())))
-            self._feed(prompt[-rows:], signals.hidden)
-            for run in self.runs:  # the first draft mustn't pay for the prompt
-                run.catch_up()
+            for run in self.runs:
+                run.feed(prompt[-rows:], signals.hidden)
+                run.catch_up()  # the first draft mustn't pay for the prompt
 
-    @torch.inference_mode()
     def observe(self, round: Round) -> None:
         """Rows that were kept are verified now."""
         tree, hidden = round.tree, round.signals.hidden
         if tree is None or not hidden:
             return
-        kept = list(round.accepted)
-        if kept != list(range(len(kept))):
-            index = torch.tensor(kept, device=self.bank.embeddings.device)
-            rows = {layer: value[index] for layer, value in hidden.items()}
-        else:
-            rows = {layer: value[: len(kept)] for layer, value in hidden.items()}
-        self._feed([tree.tokens[node] for node in kept], rows)
-
-    def _feed(self, tokens: Sequence[int], hidden: Mapping[int, torch.Tensor]) -> None:
+        kept = round.accepted
+        tokens = [tree.tokens[node] for node in kept]
         for run in self.runs:
-            run.feed(tokens, hidden)
+            run.feed(tokens, hidden, kept)
+
+    def ask(
+        self, run: ModuleRun, tokens: Sequence[int], parents: Sequence[int], width: int
+    ) -> list[Pairs]:
+        """The `width` likeliest ids after each of some drafted rows, by a module at exit 0.
+
+        The rows asked about since the last root are numbered from 0, the root, in the order they
+        were given; `parents` are such numbers. The root comes alone, with the parent -1; a row may
+        only be asked about after its parent. A row whose logits aren't finite has no pairs.
+        """
+        if isinstance(run, NativeRun):
+            return run.ask(self.head, tokens, parents, width)
+        logits = self.logits(run, run.step(tokens, parents))
+        top = torch.topk(logits, min(width, logits.shape[1]))
+        chances = (top.values - torch.logsumexp(logits, -1, keepdim=True)).exp_().tolist()
+        return [
+            [(self.head.id_of(place), chance) for place, chance in zip(row, said, strict=True)]
+            if all(map(math.isfinite, said))
+            else []
+            for row, said in zip(top.indices.tolist(), chances, strict=True)
+        ]
 
     def logits(self, run: ModuleRun, hidden: torch.Tensor) -> torch.Tensor:
         """Draft logits of a module's outputs: float32 ``(rows, draft_vocab)``."""

@@ -8,15 +8,15 @@ EAGLE-2's dynamic trees, arXiv 2406.16858, with a stop by what another step may 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
+from operator import itemgetter
 
 from hasten.drafters.base import DraftContext
 from hasten.drafters.exit_session import ExitSession, ModuleRun
 from hasten.drafters.ranks import MODULE, module_rank
 from hasten.drafters.tree_builder import TreeBuilder
+from hasten.exits.native_module import Pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,6 @@ class Growth:
     mass: float = 0.3
 
 
-Rank = Callable[[int, int, float], int]
-"""``(parent, token, chance) -> rank`` of a module's node."""
-
-
 def grow(
     tree: TreeBuilder,
     session: ExitSession,
@@ -48,89 +44,53 @@ def grow(
     growth: Growth,
     *,
     eos_ids: frozenset[int] = frozenset(),
-    state: torch.Tensor | None = None,
-) -> dict[int, list[tuple[int, float]]]:
-    """Add the module's candidates to `tree`; what it said at each node it looked at: (id, chance)
-    pairs, likeliest first. `state` is the root's state at the exit, None at exit 0."""
-    said: dict[int, list[tuple[int, float]]] = {}
+) -> dict[int, Pairs]:
+    """Add the candidates of a module at exit 0 to `tree`; what it said at each node it looked at:
+    (id, chance) pairs, likeliest first."""
     started = time.perf_counter()
-    hidden = run.first(tree.tokens[0], state)
+    frontier, parents = [0], [-1]
+    rows = {0: 0}  # nodes looked at, and their numbers among the rows asked about
     reached = {0: 1.0}
-    frontier, outputs = [0], {0: hidden}
-    columns: dict[int, int] = {}
+    said: dict[int, Pairs] = {}
     for step in range(1, growth.steps + 1):
-        made = _children(tree, session, run, frontier, outputs, reached, growth, said)
-        ends = {n for n in made if tree.tokens[n] in eos_ids or tree.depths[n] == tree.max_depth}
-        fresh = sorted(set(made) - ends, key=lambda n: -reached[n])[: growth.expand]
-        if (
-            step == growth.steps
-            or tree.full
-            or not fresh
-            or sum(reached[n] for n in fresh) < growth.mass
-        ):
+        answers = session.ask(run, [tree.tokens[n] for n in frontier], parents, growth.width)
+        said.update(zip(frontier, answers, strict=True))
+        made = _children(tree, frontier, answers, reached, growth.least)
+        if step == growth.steps or tree.full:
             break
-        fresh.sort()
-        for node in fresh:
-            columns[node] = len(columns)
-        rows = _expand(tree, run, fresh, outputs, columns)
-        outputs |= {node: rows[i : i + 1] for i, node in enumerate(fresh)}
-        frontier = fresh
+        deeper = (
+            n for n in made if tree.tokens[n] not in eos_ids and tree.depths[n] < tree.max_depth
+        )
+        frontier = sorted(sorted(deeper, key=lambda n: -reached[n])[: growth.expand])
+        if not frontier or sum(reached[n] for n in frontier) < growth.mass:
+            break
+        parents = [rows[tree.parents[n]] for n in frontier]
+        for node in frontier:
+            rows[node] = len(rows)
     ctx.model_seconds += time.perf_counter() - started
     return said
 
 
 def _children(
     tree: TreeBuilder,
-    session: ExitSession,
-    run: ModuleRun,
-    frontier: list[int],
-    outputs: dict[int, torch.Tensor],
+    frontier: Sequence[int],
+    answers: Sequence[Pairs],
     reached: dict[int, float],
-    growth: Growth,
-    said: dict[int, list[tuple[int, float]]],
+    least: float,
 ) -> list[int]:
-    """Candidates below the frontier's nodes; the nodes they are."""
-    rows = [outputs[node] for node in frontier]
-    logits = session.logits(run, torch.cat(rows) if len(rows) > 1 else rows[0])
-    top = torch.topk(logits, min(growth.width, logits.shape[1]))
-    chances = (top.values - torch.logsumexp(logits, -1, keepdim=True)).exp_().tolist()
-    made: list[tuple[float, int, int]] = []
-    for node, row, places in zip(frontier, chances, top.indices.tolist(), strict=True):
-        pairs = [
-            (session.head.id_of(place), chance) for place, chance in zip(places, row, strict=True)
-        ]
-        said[node] = pairs
-        made += [
-            (reached[node] * chance, node, token)
-            for token, chance in pairs
-            if reached[node] * chance >= growth.least
-        ]
+    """Candidates below the frontier's nodes that are reached often enough; the nodes they are."""
+    made: list[tuple[float, float, int, int]] = []
+    for node, pairs in zip(frontier, answers, strict=True):
+        above = reached[node]
+        for token, chance in pairs:
+            if above * chance < least:
+                break  # the others are less likely
+            made.append((above * chance, chance, node, token))
+    made.sort(key=itemgetter(0), reverse=True)
     nodes = []
-    for chance, parent, token in sorted(made, key=lambda each: -each[0]):
-        rank = module_rank(chance / max(reached[parent], 1e-9))
-        added = tree.add(parent, token, MODULE, rank)
+    for reach, chance, parent, token in made:
+        added = tree.add(parent, token, MODULE, module_rank(chance))
         if added is not None:
-            reached[added] = chance
+            reached[added] = reach
             nodes.append(added)
     return nodes
-
-
-def _expand(
-    tree: TreeBuilder,
-    run: ModuleRun,
-    nodes: list[int],
-    outputs: dict[int, torch.Tensor],
-    columns: dict[int, int],
-) -> torch.Tensor:
-    """The module's outputs at `nodes`, siblings and cousins in one go."""
-    above = torch.cat([outputs[tree.parents[node]] for node in nodes])
-    width = len(columns) + 1  # scratch rows: the root, then every node expanded so far
-    mask = torch.full((len(nodes), width), -torch.inf)
-    for i, node in enumerate(nodes):
-        mask[i, 0] = 0.0
-        while node:
-            mask[i, 1 + columns[node]] = 0.0
-            node = tree.parents[node]
-    tokens = [tree.tokens[node] for node in nodes]
-    depths = [tree.depths[node] for node in nodes]
-    return run.more(tokens, None, above, depths, mask.to(above.device))

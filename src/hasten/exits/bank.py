@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from hasten.errors import CapabilityError, ModelError, OptionError
 from hasten.exits.config import ExitConfig
 from hasten.exits.modules import ExitModule, MakeProduct, Product
+from hasten.exits.native_module import NativeModule, native_module
 from hasten.targets.base import Ends, Target
+from hasten.targets.fused_native import NativeLinear
 
 LOCAL_IDS = 256
 """Most ids a request's prompt adds to the head."""
@@ -55,6 +57,16 @@ class LocalHead:
         self.ids = torch.cat([head.ids, extra]) if len(extra) else head.ids
         self._numbers: list[int] | None = None
 
+    @property
+    def product(self) -> Product:
+        """Of the ids that all requests have."""
+        return self._head.product
+
+    @property
+    def extra(self) -> torch.Tensor | None:
+        """The head's rows ``(n, hidden)`` of this request's own ids, the last ones."""
+        return self._extra
+
     def __call__(self, normed: torch.Tensor) -> torch.Tensor:
         """Logits of normed outputs ``(rows, hidden)``: float32 ``(rows, draft_vocab)``."""
         logits = self._head.product(normed)
@@ -85,6 +97,13 @@ class ExitBank:
         if len(set(self.layers)) != len(self.modules):
             raise ModelError(f"one exit module a layer, got some at {self.layers}")
         self.head, self.ends = head, ends
+        self.native: dict[int, NativeModule] = {}
+        """Modules that hasten's own kernels run, by layer."""
+        if isinstance(head.product, NativeLinear) and head.rows.dtype == ends.embeddings.dtype:
+            for module in self.modules:
+                made = native_module(module, ends.embeddings)
+                if made is not None:
+                    self.native[module.config.layer] = made
 
     @property
     def embeddings(self) -> torch.Tensor:

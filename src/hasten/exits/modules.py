@@ -20,6 +20,8 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 MakeProduct = Callable[[torch.Tensor], Product]
 """Lays a weight ``(out, in)`` out for the device at hand."""
 
+MOST_WAITING = 64
+"""Verified rows wait for a question; so many are put into the module without one."""
 _STEP = 128
 """Caches grow by so many rows at least."""
 
@@ -87,8 +89,15 @@ class ExitModule:
             self._mlp_down = make(tensors["down"])
         half = config.head_dim // 2
         steps = torch.arange(half, dtype=torch.float32, device=self._device) / half
-        self._inv_freq = config.rope_theta**-steps
+        self.frequencies = config.rope_theta**-steps
         self._turns = torch.zeros(0, half, dtype=torch.complex64, device=self._device)
+
+    def products(self) -> tuple[Product, ...]:
+        """Kind ``deep``: products with the deep states, with row and feature side by side (q, k, v
+        and what a row adds to its feature), with what was gathered, and the MLP's two."""
+        assert self._fuse is not None
+        block = (self._fuse, self._qkv, self._out)
+        return block if self._gate_up is None else (*block, self._gate_up, self._mlp_down)
 
     def fused(self, deep: Sequence[torch.Tensor]) -> torch.Tensor:
         """Kind ``deep``: the feature of rows from their states at the deep layers, each
@@ -199,7 +208,7 @@ class ExitModule:
         need = max(positions) + 1
         if need > len(self._turns):
             reach = torch.arange(-(-need // 1024) * 1024, device=self._device)
-            angles = reach.unsqueeze(1) * self._inv_freq
+            angles = reach.unsqueeze(1) * self.frequencies
             self._turns = torch.polar(torch.ones_like(angles), angles)
         first, count = positions[0], len(positions)
         if positions[-1] - first + 1 == count and list(positions) == list(

@@ -19,7 +19,7 @@ from hasten._cache import build_folder, cache_dir, locked, progress
 from hasten.errors import CapabilityError
 
 SOURCES = Path(__file__).parent
-_MAIN = "decoder.cpp"
+_UNITS = ("decoder.cpp", "exits.cpp")
 _NAME = "kernels.so"
 _COMPILERS = ("g++", "c++", "clang++")
 _FLAGS = (
@@ -86,7 +86,7 @@ def _processor() -> str:
 
 
 def _compile(compiler: list[str], flags: list[str], into: Path) -> None:
-    command = [*compiler, *flags, str(SOURCES / _MAIN), "-o", str(into)]
+    command = [*compiler, *flags, *(str(SOURCES / unit) for unit in _UNITS), "-o", str(into)]
     try:
         done = subprocess.run(
             command,

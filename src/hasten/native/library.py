@@ -1,11 +1,12 @@
-"""The kernels as Python sees them: the C structs of ``decoder.cpp``, and its functions."""
+"""The kernels as Python sees them: the C structs of ``decoder.cpp`` and ``exits.h``, and the
+functions."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,33 @@ class Pass(ctypes.Structure):
     ]  # fmt: skip
 
 
+class ExitModel(ctypes.Structure):
+    """Sizes and weights of an exit module, see ``exits.h``."""
+
+    _fields_ = [
+        ("hidden", _I64), ("inner", _I64), ("heads", _I64), ("kv_heads", _I64), ("dim", _I64),
+        ("deep", _I64), ("half", _I64), ("eps", _F32), ("unused", _F32), ("table", _P),
+        ("frequencies", _P), ("norm", _P), ("fuse", Linear), ("mixed", Linear), ("out", Linear),
+        ("gate_up", Linear), ("down", Linear),
+    ]  # fmt: skip
+
+
+class ExitHead(ctypes.Structure):
+    """A draft vocabulary's head, see ``exits.h``."""
+
+    _fields_ = [("product", Linear), ("extra", _P), ("extras", _I64), ("ids", _P)]
+
+
+class ExitStep(ctypes.Structure):
+    """One step of an exit module, see ``exits.h``."""
+
+    _fields_ = [
+        ("drafted", _I64), ("want", _I64), ("width", _I64), ("threads", _I64), ("tokens", _P),
+        ("parents", _P), ("above", _P), ("hidden", _P), ("head", ctypes.POINTER(ExitHead)),
+        ("chances", _P), ("ids", _P),
+    ]  # fmt: skip
+
+
 class Library:
     """The loaded kernels. Pointers are tensors' ``data_ptr()``; nothing is checked on the way."""
 
@@ -92,7 +120,9 @@ class Library:
             raise CapabilityError(f"the CPU kernels can't be loaded: {error}") from error
         sizes = self._function("hasten_sizes", _I64)()
         structs = (Linear, Layer, Model, Pass, Sequence)
-        if sizes != sum(ctypes.sizeof(s) << 12 * i for i, s in enumerate(structs)):
+        exit_sizes = self._function("hasten_exit_sizes", _I64)()
+        exit_structs = (ExitModel, ExitHead, ExitStep)
+        if sizes != _sizes(structs) or exit_sizes != _sizes(exit_structs):
             raise CapabilityError("the CPU kernels were built with other structs than Python's")
         self.features: int = self._function("hasten_features", _I64)()
         self.weight_bytes = self._function("hasten_weight_bytes", _I64, _I32, _I64, _I64)
@@ -109,12 +139,20 @@ class Library:
         self.move = self._function(
             "hasten_move", None, _P, _I64, _I64, _I64, _I64, _I64, _P, _P, _I64
         )
+        self.exit_open = self._function("hasten_exit_open", _P)
+        self.exit_close = self._function("hasten_exit_close", None, _P)
+        self.exit_feed = self._function("hasten_exit_feed", _I64, _P, _P, _P, _P, _P, _I64)
+        self.exit_step = self._function("hasten_exit_step", _I64, _P, _P, _P)
 
     def _function(self, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
         function: Any = getattr(self._dll, name)
         function.restype, function.argtypes = result, list(arguments)
         made: Callable[..., Any] = function
         return made
+
+
+def _sizes(structs: Iterable[type[ctypes.Structure]]) -> int:
+    return sum(ctypes.sizeof(struct) << 12 * i for i, struct in enumerate(structs))
 
 
 @cache

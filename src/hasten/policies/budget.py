@@ -225,7 +225,8 @@ class BudgetPolicy:
             self.costs.observe(self._rows, self._context, 1e3 * times.target, 1e3 * times.topk)
         if draft is not None:
             # Beside others nearly all host work of such a round is for the draft.
-            self._weigh_drafting(1e3 * (times.host if self._others else times.draft))
+            took = times.host + times.draft_model if self._others else times.draft
+            self._weigh_drafting(1e3 * took)
             self._count(draft.tree, round.emitted)
 
     def _weigh_drafting(self, took_ms: float) -> None:
