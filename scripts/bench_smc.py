@@ -293,8 +293,9 @@ def mean_logprob(bench: Bench, prompt: Sequence[int], answer: Sequence[int]) -> 
 
 
 def with_error(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard error."""
-    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
+    """Mean and standard error, which a single value doesn't have (NaN)."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return statistics.fmean(values), error
 
 
 def part_quality(bench: Bench) -> None:

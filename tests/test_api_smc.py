@@ -61,6 +61,21 @@ def test_beside_other_methods_each_gets_its_own_answer(llm: LLM) -> None:
     worker.close()
 
 
+def test_a_draft_that_looks_at_the_prompt_gets_all_of_it(llm: LLM) -> None:
+    method = "smc,draft=early-exit,head=own,exits=1,particles=3,length=2"
+    if not llm.target.capabilities.layer_ranges:
+        pytest.skip("drafting from lower layers needs layer ranges")
+    want = [llm.generate("abcabc" * 4, method=method, **{**DRAWN, "seed": 5 + i}).tokens
+            for i in range(3)]  # fmt: skip
+    worker = Worker(llm, most=3)
+    tickets = worker.submit_n("abcabc" * 4, 3, method=method, **DRAWN)
+    assert [t.wait().tokens for t in tickets] == want
+    for _ in range(2):
+        again = worker.submit("abcabc" * 4, method=method, scope="k", **DRAWN)
+        assert again.wait().tokens == want[0]
+    worker.close()
+
+
 def test_what_makes_no_sense_is_refused_by_name_before_any_pass(llm: LLM) -> None:
     with pytest.raises(OptionError, match="temperature"):
         llm.generate("abc", max_new_tokens=4)

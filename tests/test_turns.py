@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -93,3 +94,57 @@ def test_only_one_thread_is_inside_at_a_time() -> None:
         thread.join(20)
     assert most == [1]
     assert lock._owner is None
+
+
+def test_a_job_for_later_runs_at_once_where_nobody_holds_the_lock() -> None:
+    lock, done = TurnLock(), []
+    lock.later(lambda: done.append(lock._depth))
+    assert done == [1]
+    assert lock._owner is None
+
+
+def test_a_job_for_later_runs_before_the_holder_lets_go_and_never_waits() -> None:
+    lock, done = TurnLock(), []
+    with lock:
+        with lock:
+            lock.later(lambda: done.append(1))  # a finalizer, in the middle of anything
+        assert not done
+        other = threading.Thread(target=lambda: lock.later(lambda: done.append(2)))
+        other.start()
+        other.join(10)
+        assert not other.is_alive()
+        assert not done
+    assert done == [1, 2]
+
+
+def test_a_finalizer_in_the_middle_of_acquiring_does_not_deadlock() -> None:
+    lock, done = TurnLock(), []
+    with lock._mutex:  # where a garbage collection may strike
+        lock.later(lambda: done.append(1))
+    assert not done
+    with lock:
+        pass
+    assert done == [1]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_forked_child_finds_the_lock_free() -> None:
+    lock, go = TurnLock(), threading.Event()
+    held = threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            go.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(30)
+    child = os.fork()
+    if child == 0:
+        lock.acquire()
+        os._exit(7)
+    go.set()
+    thread.join(30)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

@@ -72,13 +72,13 @@ class Batch:
         key, request = next(iter(self._joining.items()))
         try:
             made = request.prefill() if request.finish is None else None
+            if request.finish is not None and made is None:  # nothing was asked for
+                self.leave(key)
+            elif made is not None:
+                self._active[key] = self._joining.pop(key)
+                return [self._made(key, made)]
         except Exception as error:
             return [self._failed(key, error)]
-        if request.finish is not None and made is None:  # nothing was asked for
-            self.leave(key)
-        elif made is not None:
-            self._active[key] = self._joining.pop(key)
-            return [self._made(key, made)]
         return []
 
     def step(self) -> Iterator[Event]:

@@ -39,7 +39,7 @@ class SamplingParams:
     top_k                 0 is off
     top_p                 in (0, 1]
     min_p                 in [0, 1]
-    repetition_penalty    > 0, over prompt and answer
+    repetition_penalty    in [0.001, 1000], over prompt and answer; 1 is off
     presence_penalty      in [-2, 2], subtracted once from each generated id
     frequency_penalty     in [-2, 2], subtracted per occurrence
     no_repeat_ngram_size  0 is off
@@ -126,7 +126,11 @@ class SamplingParams:
         need("temperature", self.temperature >= 0, ">= 0 (0 is greedy)")
         need("top_p", 0 < self.top_p <= 1, "in (0, 1]")
         need("min_p", 0 <= self.min_p <= 1, "in [0, 1]")
-        need("repetition_penalty", self.repetition_penalty > 0, "> 0 (1 is off)")
+        need(
+            "repetition_penalty",
+            1e-3 <= self.repetition_penalty <= 1e3,
+            "in [0.001, 1000] (1 is off)",
+        )
         need("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]")
         need("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]")
         need(

@@ -209,27 +209,37 @@ def _run(llm: LLM, request: Request) -> Iterator[Round]:
     sequence: Any = None
     if request.keep:
         with llm._lock:
-            sequence = llm._borrow(request.ids)
+            # a population looks at the whole prompt
+            shares = isinstance(request.decoding, Decoding)
+            sequence = llm._borrow(request.ids) if shares else None
             sequence = llm.target.open() if sequence is None else sequence
             request.decoding.lend(sequence)
     loop = decode([request.decoding])
-    done = False
+
+    def drop() -> None:
+        loop.close()  # type: ignore[attr-defined]
+        if request.keep:
+            llm.target.close(sequence)
+
     try:
         while True:
             with llm._lock:
                 item = next(loop, None)
             if item is None:
-                done = True
-                return
+                break
             request.take(item[1])
             yield item[1]
-    finally:
+    except GeneratorExit:
+        # Perhaps the garbage collector's, in the middle of anything: waiting could be for ever.
+        llm._lock.later(drop)
+        raise
+    except BaseException:
         with llm._lock:
-            loop.close()  # type: ignore[attr-defined]
-            if request.keep and done:
-                llm._keep([*request.ids, *request.tokens], sequence)
-            elif request.keep:
-                llm.target.close(sequence)
+            drop()
+        raise
+    if request.keep:
+        with llm._lock:
+            llm._keep([*request.ids, *request.tokens], sequence)
 
 
 def _pieces(request: Request, rounds: Iterator[Round]) -> Iterator[str]:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,14 +37,13 @@ class Ticket:
         scope: str | None,
         pieces: bool,
         leader: Ticket | None,
-        wake: Callable[[], None],
     ) -> None:
         self.request, self.key, self.scope, self.leader = request, key, scope, leader
         self.sequence: Any = None
         self.cached_tokens = 0
         """Tokens of the prompt that didn't have to be run."""
         self.cancelled = False
-        self._pieces, self._wake = pieces, wake
+        self._pieces = pieces
         self._taken: list[Update] = []
         """Made, not delivered yet."""
         self._updates: deque[Update] = deque()
@@ -84,9 +83,8 @@ class Ticket:
         return self._ended
 
     def cancel(self) -> None:
-        """End the request before the next pass; from any thread, at any time."""
+        """End the request before the next pass; from any thread, at any time. Never waits."""
         self.cancelled = True
-        self._wake()
 
     # -- the worker's side -----------------------------------------------------------------------
 

@@ -6,14 +6,18 @@ share each pass (`hasten.decode.Batch`). A long prompt runs in parts, between th
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import threading
 import time
+import weakref
 from collections import deque
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from hasten.decode import Batch, Event
+from hasten.decoding import Decoding
 from hasten.errors import HastenError, OptionError, OverloadError
 from hasten.prefixes import Prefixes
 from hasten.streams import Request
@@ -47,12 +51,17 @@ class Worker:
                 raise OptionError(name, f"must be a whole number >= {least}, got {value!r}")
         self._llm, self._most, self._most_waiting = llm, most, waiting
         self._prefixes = Prefixes(llm.target, cache_tokens)
-        self._changed = threading.Condition()
         self._keys = count()
+        self._closed = False
+        self._start_anew()
+        _WORKERS.add(self)
+
+    def _start_anew(self) -> None:
+        """No thread and no requests (also in a process that was forked meanwhile)."""
+        self._changed = threading.Condition()
         self._queue: deque[Ticket] = deque()
         self._active: dict[int, Ticket] = {}
         self._thread: threading.Thread | None = None
-        self._closed = False
 
     # -- for any thread --------------------------------------------------------------------------
 
@@ -95,8 +104,9 @@ class Worker:
     ) -> list[Ticket]:
         """Hand in `n` requests for the same prompt, which runs once. With a seed request i has
         ``seed + i``."""
-        if not isinstance(n, int) or n < 1:
-            raise OptionError("n", f"must be a whole number >= 1, got {n!r}")
+        most = self._most + self._most_waiting
+        if not isinstance(n, int) or not 1 <= n <= most:
+            raise OptionError("n", f"must be a whole number from 1 to {most}, got {n!r}")
         requests = [self._llm._request(prompt, **options)]
         given = requests[0].params.seed
         for index in range(1, n):
@@ -127,7 +137,7 @@ class Worker:
     def _add(
         self, request: Request, scope: str | None, pieces: bool, leader: Ticket | None
     ) -> Ticket:
-        ticket = Ticket(request, next(self._keys), scope, pieces, leader, self._wake)
+        ticket = Ticket(request, next(self._keys), scope, pieces, leader)
         if request.decoding.finish is not None:  # nothing was asked for
             ticket.end()
             ticket.deliver()
@@ -138,10 +148,6 @@ class Worker:
             self._thread.start()
         self._changed.notify_all()
         return ticket
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
         """Take no more requests, finish those there are (or, without `drain` or after `timeout`
@@ -169,8 +175,8 @@ class Worker:
                 with self._llm._lock:
                     self._let_go(batch)
                     self._take_in(batch)
-                    touched = [self._note(event) for event in batch.read_prompt()]
-                    touched += [self._note(event) for event in list(batch.step())]
+                    touched = [self._note(batch, event) for event in batch.read_prompt()]
+                    touched += [self._note(batch, event) for event in list(batch.step())]
             except BaseException as error:  # a fault of ours: nobody may wait for ever
                 logger.exception("the worker failed")
                 self._fail_all(batch, error)
@@ -200,10 +206,22 @@ class Worker:
                 else:
                     self._queue.remove(ticket)
         for ticket in gone:
-            batch.leave(ticket.key)
-            self._free(ticket)
-            ticket.end()
+            self._end(batch, ticket)
             ticket.deliver()
+
+    def _end(self, batch: Batch, ticket: Ticket, error: Exception | None = None) -> None:
+        """Let a request go, whatever closing it raises: nobody may wait for it for ever."""
+        try:
+            batch.leave(ticket.key)
+        except Exception as other:
+            error = error or other
+        try:
+            self._free(ticket)
+        except Exception as other:
+            error = error or other
+        ticket.end(None if ticket.cancelled else error)
+        with self._changed:
+            self._active.pop(ticket.key, None)
 
     def _take_in(self, batch: Batch) -> None:
         """Let waiting requests join, as many as there is room for."""
@@ -219,38 +237,43 @@ class Worker:
                 self._active[ticket.key] = ticket
                 ready.append(ticket)
         for ticket in ready:
-            ticket.sequence = self._sequence_for(ticket)
-            ticket.cached_tokens = ticket.sequence.length
-            ticket.request.decoding.lend(ticket.sequence)
-            batch.join(ticket.key, ticket.request.decoding)
+            try:
+                ticket.sequence = self._sequence_for(ticket)
+                ticket.cached_tokens = ticket.sequence.length
+                ticket.request.decoding.lend(ticket.sequence)
+                batch.join(ticket.key, ticket.request.decoding)
+            except Exception as error:
+                self._end(batch, ticket, error)
+                ticket.deliver()
 
     def _sequence_for(self, ticket: Ticket) -> Any:
         """A sequence that holds what somebody has run already of the prompt."""
         ids, leader, target = ticket.request.ids, ticket.leader, self._llm.target
+        if not isinstance(ticket.request.decoding, Decoding):
+            return target.open()  # a population looks at the whole prompt
         shares = target.capabilities.fork and not target.info.whole_prompt
         if leader is not None and leader.sequence is not None and shares and len(ids) > 1:
             return target.open(leader.sequence, len(ids) - 1)
         return self._prefixes.take(ids, ticket.scope)
 
-    def _note(self, event: Event) -> Ticket:
+    def _note(self, batch: Batch, event: Event) -> Ticket:
         """Take a round, or an end, into its request."""
         key, made = event
         ticket = self._active[key]
         if isinstance(made, Exception):
-            ticket.end(made)
-            self._free(ticket)
-        else:
+            self._end(batch, ticket, made)
+            return ticket
+        try:
             ticket.take(made)
-            if made.finish is not None:
-                request = ticket.request
-                self._prefixes.keep(
-                    [*request.ids, *request.tokens], len(request.ids), ticket.sequence, ticket.scope
-                )
-                ticket.sequence = None
-                ticket.end()
-        if ticket.ended:
-            with self._changed:
-                del self._active[key]
+        except Exception as error:  # its tokenizer's
+            self._end(batch, ticket, error)
+            return ticket
+        if made.finish is not None:
+            request, sequence = ticket.request, ticket.sequence
+            ticket.sequence = None
+            ids = [*request.ids, *request.tokens]
+            self._prefixes.keep(ids, len(request.ids), sequence, ticket.scope)
+            self._end(batch, ticket)
         return ticket
 
     def _free(self, ticket: Ticket) -> None:
@@ -261,15 +284,28 @@ class Worker:
     def _fail_all(self, batch: Batch, error: BaseException) -> None:
         with self._changed:
             tickets = [*self._active.values(), *self._queue]
-            self._active.clear()
             self._queue.clear()
         with self._llm._lock:
             for ticket in tickets:
-                try:
-                    batch.leave(ticket.key)
-                    self._free(ticket)
-                except Exception:
-                    logger.exception("a request could not be closed")
+                self._end(batch, ticket, HastenError(f"the worker failed: {error!r}"))
         for ticket in tickets:
-            ticket.end(HastenError(f"the worker failed: {error!r}"))
             ticket.deliver()
+
+
+_WORKERS: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for worker in _WORKERS:
+        worker._start_anew()
+
+
+@atexit.register
+def _at_exit() -> None:
+    """End all passes: the interpreter can't be taken down under one."""
+    for worker in list(_WORKERS):
+        worker.close(drain=False)
+
+
+if hasattr(os, "register_at_fork"):  # a child has no thread, and answers nobody's requests
+    os.register_at_fork(after_in_child=_after_fork)

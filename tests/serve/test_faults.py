@@ -49,6 +49,10 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         "messages[0].content[0]",
     ),
     (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "prompt"),
+    (CHAT, {"messages": [{**HELLO[0], "\udfff": 1}]}, "messages[0].\udfff"),
+    (CHAT, chat(**{"\ud800": 1}), "\ud800"),
+    (CHAT, chat(repetition_penalty=1e-300), "repetition_penalty"),
+    (CHAT, chat(logit_bias={"5": 1, "05": 2}), "logit_bias"),
     (CHAT, chat(model="gpt-4"), "model"),
     (CHAT, chat(max_tokens=0), "max_tokens"),
     (CHAT, chat(max_tokens="5"), "max_tokens"),
@@ -233,7 +237,7 @@ def test_a_full_queue_turns_requests_away_and_recovers(slow: LLM) -> None:
             assert error_of(got)["type"] == "rate_limit_error"
             with pytest.raises(openai.RateLimitError):
                 live.openai().chat.completions.create(
-                    model=live.model, messages=HELLO, n=3, max_tokens=900
+                    model=live.model, messages=HELLO, n=2, max_tokens=900
                 )
         live.idle()
         assert live.post(CHAT, chat(max_tokens=2)).status_code == 200
@@ -241,8 +245,10 @@ def test_a_full_queue_turns_requests_away_and_recovers(slow: LLM) -> None:
 
 def test_of_several_prompts_all_or_none_are_taken(llm: LLM) -> None:
     with serving(llm, max_concurrency=1, queue=1) as live:
+        # more than ever fit: waiting wouldn't help
         got = live.post(COMPLETIONS, {"prompt": ["a", "b", "c"], "max_tokens": 900})
-        assert got.status_code == 429
+        assert got.status_code == 400
+        assert error_of(got)["param"] == "n"
         live.idle()
 
 

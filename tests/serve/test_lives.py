@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 from typing import Any
 
@@ -168,6 +169,21 @@ def test_after_the_grace_time_requests_are_cancelled_and_told(slow: LLM) -> None
         assert '"code":"shutting_down"' in rest[-1]
         assert answers[0].status_code == 503
         assert error_of(answers[0])["code"] == "shutting_down"
+
+
+def test_a_second_signal_cancels_at_once_and_the_end_stays_orderly(slow: LLM) -> None:
+    with serving(slow, grace=600) as live:
+        with httpx.stream("POST", f"{live.url}{CHAT}", json={**ENDLESS, "stream": True}) as got:
+            lines = got.iter_lines()
+            next(lines)
+            live.server.handle_exit(signal.SIGINT, None)
+            wait_for(lambda: live.service.draining)
+            live.server.handle_exit(signal.SIGINT, None)
+            rest = [line for line in lines if line]
+        assert '"code":"shutting_down"' in rest[-1]
+        live.thread.join(30)
+        assert not live.thread.is_alive()
+    assert live.service.worker.active == 0
 
 
 def test_the_model_is_free_for_another_server_afterwards(llm: LLM) -> None:

@@ -107,6 +107,8 @@ def generate(
     loading: opt.Loading,
 ) -> None:
     """Answer one prompt, faster than plain decoding and with the same text."""
+    from hasten.methods import get
+
     _check_output(stream, trace=trace, json=json)
     text = _prompt(prompt, prompt_file)
     params = opt.sampling(
@@ -123,6 +125,10 @@ def generate(
     )
     _check_request(text, params, verify)
     llm = load_model(model, method, **loading)
+    if trace and get(llm.method.name).population:
+        raise OptionError(
+            "trace", f"marks kept drafts, and {llm.method.name} weighs them instead", "Leave it out"
+        )
     request: dict[str, Any] = {
         "params": params,
         "verify": verify,

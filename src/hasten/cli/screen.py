@@ -126,6 +126,8 @@ def quiet_transformers() -> None:
 
 def stats_table(summary: Summary, method: str, dtype: str = "") -> Table:
     """The figures of one answer, or of several merged."""
+    from hasten.methods import get, parse
+
     rows = grid()
     rows.add_row("method", f"{method}{f' in {dtype}' if dtype else ''}")
     rows.add_row(
@@ -138,11 +140,12 @@ def stats_table(summary: Summary, method: str, dtype: str = "") -> Table:
         "passes",
         f"{summary.target_passes} for {summary.pass_tokens} tokens after the first",
     )
-    kept = (
-        f"{summary.acceptance_rate:.0%} of {summary.drafted} drafted tokens kept"
-        if summary.drafted
-        else "nothing drafted"
-    )
+    if summary.drafted:
+        kept = f"{summary.acceptance_rate:.0%} of {summary.drafted} drafted tokens kept"
+    elif get(parse(method).name).population:
+        kept = "none: particles are weighed, not rejected"
+    else:
+        kept = "nothing drafted"
     rows.add_row("acceptance", kept)
     parts = ", ".join(f"{label} {summary.per_pass_ms(name):.2f}" for name, label in _SPLIT)
     rows.add_row("ms per pass", f"{summary.per_pass_ms('decode'):.2f} ({parts})")

@@ -145,6 +145,7 @@ def serve(
     from hasten.methods import split
     from hasten.serve.app import create_app
     from hasten.serve.run import Server, address, bind
+    from hasten.serve.service import is_lossy
     from hasten.serve.settings import LOOPBACK, ServerOptions
 
     local = host in (*LOOPBACK, "::1") or host.startswith("127.")
@@ -167,13 +168,23 @@ def serve(
         app = create_app(llm, options)
         if log:
             _log_requests()
+        if is_lossy(llm.method):
+            err().print(f"note: {llm.method} is lossy, and answers requests that name no method")
         if not local and api_key is None:
             err().print(f"note: whoever reaches {host} may use this server; see --api-key")
 
         def ready() -> None:
             out().print(_ready_line(llm, options, address(bound)), soft_wrap=True)
 
-        Server(app, grace=grace, on_ready=ready).run(sockets=[bound])
+        def ending(running: int) -> None:
+            if running:
+                err().print(
+                    f"ending: requests under way ({running}) have {grace:g} s; Ctrl-C again "
+                    "cancels them",
+                    soft_wrap=True,
+                )
+
+        Server(app, grace=grace, on_ready=ready, on_ending=ending).run(sockets=[bound])
 
 
 def _ready_line(llm: LLM, options: ServerOptions, url: str) -> str:

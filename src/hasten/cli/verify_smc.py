@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from hasten.api import LLM, Prompt
     from hasten.smc.diagnose import Diagnosis
 
+_LEGEND = """\
+E[Z]: mean evidence, 1 where nothing is missed. relVar: its relative variance.
+KL, TV: bounds on how far the answers' law is from the model's (nats; 0 to 1).
+ESS / N: share of particles that count. collapsed: rounds without any weight."""
+
 RUNS = 16
 """Of each prompt."""
 
@@ -61,6 +66,8 @@ def _print(llm: LLM, found: Sequence[Diagnosis], temperature: float) -> None:
     for number, each in enumerate(found):
         made.add_row(*row(str(number), each))
     console.print(made)
+    console.print()
+    console.print(_LEGEND, style="dim")
     trusted = sum(each.trusted for each in found)
     console.print(
         f"bounds that can be trusted: {trusted} of {len(found)}; '>' marks the others, whose true "

@@ -43,7 +43,7 @@ class Worth:
     than that it is only asked now and then, to see whether that has changed.
     """
 
-    LEAST, HOPE, FADES, PATIENCE = 0.12, 0.3, 0.08, 8
+    LEAST, HOPE, FADES, PATIENCE, NEVER = 0.12, 0.3, 0.08, 8, 0.45
     __slots__ = ("_helps", "_least", "_named", "_theirs", "_waited", "asked")
 
     def __init__(self, least: float = LEAST) -> None:
@@ -55,9 +55,11 @@ class Worth:
     def ask(self, others: int) -> bool:
         """Whether to ask now, in a pass shared with `others`: a question costs as much as alone,
         and a request's part of the pass is smaller."""
-        self._waited += 1
         least = self._least * (1 + others)
-        return self._helps >= least or self._waited >= self.PATIENCE * (1 + others)
+        if least > self.NEVER:
+            return False
+        self._waited += 1
+        return self._helps >= least or self._waited >= self.PATIENCE
 
     def note(self, said: Sequence[int], others: Sequence[int]) -> None:
         """What the module and the other sources named after the pending token."""

@@ -243,8 +243,8 @@ class BudgetPolicy:
             self._next_pause = SHORTEST_PAUSE
         elif self._saved_ms < 0:
             self._pause = self._next_pause
-            longest = LONGEST_SHARED_PAUSE if self._others else LONGEST_PAUSE
-            self._next_pause = min(2 * self._next_pause, longest)
+            more, longest = (4, LONGEST_SHARED_PAUSE) if self._others else (2, LONGEST_PAUSE)
+            self._next_pause = min(more * self._next_pause, longest)
 
     def _count(self, tree: DraftTree, emitted: Sequence[int]) -> None:
         """Count every candidate whose parent the target reached, verified or not: was it the token

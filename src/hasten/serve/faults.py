@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import traceback
 from typing import Any
 
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 
 from hasten.errors import (
     CapabilityError,
@@ -24,6 +25,7 @@ _FIELDS = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "schema": "response_format",
+    "pattern": "response_format",
     "grammar": "response_format",
     "processors": "response_format",
 }
@@ -57,9 +59,10 @@ class ApiError(Exception):
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
 
-    def response(self) -> JSONResponse:
-        """The whole response."""
-        return JSONResponse(self.body, self.status, self.headers)
+    def response(self) -> Response:
+        """The whole response. ASCII: a message may repeat what no encoding has."""
+        text = json.dumps(self.body)
+        return Response(text, self.status, self.headers, media_type="application/json")
 
 
 def bad(param: str, message: str, *, code: str | None = None) -> ApiError:

@@ -58,7 +58,7 @@ class Gate:
 
     def _check(self, scope: Scope) -> None:
         headers, path = Headers(scope=scope), scope["path"]
-        hosts = self._options.allow_host
+        hosts = {name.lower() for name in self._options.allow_host}
         if hosts and _without_port(headers.get("host", "")) not in hosts:
             raise ApiError(
                 421,

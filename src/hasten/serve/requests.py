@@ -294,6 +294,8 @@ def _logit_bias(given: dict[str, Any] | None) -> dict[int, float] | None:
         value = fields.number(key, -100, 100)
         if not (key.isascii() and key.isdigit() and len(key) < 10) or value is None:
             raise bad("logit_bias", f"maps token ids to numbers in [-100, 100], got {shown(key)}")
+        if int(key) in bias:
+            raise bad("logit_bias", f"names token {int(key)} twice")
         bias[int(key)] = value
     return bias
 

@@ -44,13 +44,20 @@ def address(bound: socket.socket) -> str:
 
 class Server(uvicorn.Server):
     """uvicorn, with an end in three steps: the first signal lets requests under way finish (new
-    ones get 503), after the grace time they are cancelled, a second signal ends at once.
+    ones get 503); after the grace time, or at a second signal, they are cancelled and told; a third
+    one ends the process.
 
-    Run it in the main thread for signals; `stop` does the same as the first.
+    Run it in the main thread for signals; `stop` does the same as the first. `on_ending` is called
+    with the number of requests under way at the first one.
     """
 
     def __init__(
-        self, app: Any, *, grace: float = 30.0, on_ready: Callable[[], None] | None = None
+        self,
+        app: Any,
+        *,
+        grace: float = 30.0,
+        on_ready: Callable[[], None] | None = None,
+        on_ending: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -63,9 +70,10 @@ class Server(uvicorn.Server):
             )
         )
         self._service, self._grace = app.state.service, grace
-        self._on_ready = on_ready
+        self._on_ready, self._on_ending = on_ready, on_ending
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
+        self._signals = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen, and say so."""
@@ -75,11 +83,16 @@ class Server(uvicorn.Server):
             self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal: the first ends in order, the next at once."""
-        if self._loop is None or self._draining is not None:
-            self.should_exit = self.force_exit = True
-        else:
+        """A signal: the first ends in order, the second cancels, the third ends the process."""
+        self._signals += 1
+        if self._loop is None:  # nothing is served yet
+            self.should_exit = True
+        elif self._signals == 1:
             self.stop()
+        elif self._signals == 2:
+            self._service.hurry()
+        else:  # the interpreter can't be taken down in order: a pass may be under way
+            os._exit(128 + sig)
 
     def stop(self) -> None:
         """Begin the end, from any thread; harmless when it has ended already."""
@@ -92,6 +105,8 @@ class Server(uvicorn.Server):
             self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
+        if self._on_ending is not None:
+            self._on_ending(len(self._service.jobs))
         try:
             await self._service.drain(self._grace)
         finally:

@@ -74,6 +74,7 @@ class Service:
         self.meters = Meters(self.name, self.worker, llm.target)
         self.jobs: set[Job] = set()
         self.draining = False
+        self._hurried = False
         self._starting = 0
         self._quick = ThreadPoolExecutor(4, "hasten-serve")
         self._slow = ThreadPoolExecutor(1, "hasten-prepare")
@@ -103,8 +104,9 @@ class Service:
                 code="model_not_found",
             )
         count = len(request.prompts) * request.n
-        if count > self.options.choices:
-            raise bad("n", f"this server gives up to {self.options.choices} answers at a time")
+        most = min(self.options.choices, self.options.max_concurrency + self.options.queue)
+        if count > most:
+            raise bad("n", f"this server gives up to {most} answers at a time")
         limit = self.options.max_tokens
         if limit is not None and (request.max_tokens or 0) > limit:
             raise bad("max_tokens", f"this server gives up to {limit} tokens a request")
@@ -220,12 +222,17 @@ class Service:
         """Take no more requests; wait for those under way, then cancel them."""
         self.draining = True
         until = monotonic() + seconds
-        while (self.jobs or self._starting) and monotonic() < until:
+        while (self.jobs or self._starting) and monotonic() < until and not self._hurried:
             await asyncio.sleep(0.02)
         for job in self.jobs:
             job.cancel()
-        while self.jobs and monotonic() < until + 5:  # let handlers say so to their clients
+        told = monotonic() + 5  # handlers say so to their clients
+        while self.jobs and monotonic() < told:
             await asyncio.sleep(0.02)
+
+    def hurry(self) -> None:
+        """Cancel what `drain` is waiting for."""
+        self._hurried = True
 
     async def close(self) -> None:
         """End the worker and free its sequences."""

@@ -122,7 +122,16 @@ def _with_error(
     return statistic(values), math.sqrt(variance)
 
 
-HEADER = ("prompt", "runs", "E[Z]", "relVar", "KL at most", "TV at most", "ESS / N", "collapsed")
+HEADER = (
+    "prompt",
+    "runs",
+    "E[Z]",
+    "relVar",
+    "KL\nat most",
+    "TV\nat most",
+    "ESS\n/ N",
+    "col-\nlapsed",
+)
 """Columns of `row`, for a table of prompts."""
 
 
@@ -133,8 +142,8 @@ def row(name: str, found: Diagnosis) -> tuple[str, ...]:
     return (
         name,
         str(found.runs),
-        f"{found.evidence:.3g} ± {found.evidence_error:.2g}",
-        f"{found.rel_var:.3g} ± {found.rel_var_error:.2g}",
+        f"{found.evidence:.2g} ± {found.evidence_error:.0e}",
+        f"{found.rel_var:.2g} ± {found.rel_var_error:.1g}",
         f"{mark}{found.kl_bound:.3g}",
         f"{mark}{found.tv_bound:.3g}",
         f"{found.ess_share:.2f}",
