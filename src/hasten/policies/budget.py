@@ -242,7 +242,8 @@ class BudgetPolicy:
             self._saved_ms = max(self._saved_ms, saved)
             self._next_pause = SHORTEST_PAUSE
         elif self._saved_ms < 0:
-            self._pause = self._next_pause
+            # The more share a pass, the smaller a request's part of it, and the dearer a look.
+            self._pause = max(self._next_pause, 1 + self._others)
             more, longest = (4, LONGEST_SHARED_PAUSE) if self._others else (2, LONGEST_PAUSE)
             self._next_pause = min(more * self._next_pause, longest)
 
