@@ -168,3 +168,10 @@ def test_options_of_speculate_are_checked_at_once(options: Any, message: str) ->
 def test_options_of_a_method_may_be_python_values() -> None:
     assert str(speculate("racer", nodes=24).method) == "racer,nodes=24"
     assert str(speculate("racer,nodes=24", fuse=False).method) == "racer,nodes=24,fuse=off"
+
+
+@pytest.mark.parametrize("engine", ["transformers", "fused"])
+def test_a_population_is_refused_by_name_in_every_engine(model: Any, engine: str) -> None:
+    fast = speculate("smc,draft=self", engine=engine)
+    with pytest.raises(OptionError, match="method: 'smc' answers by a population"):
+        generate(model, prompt(), fast, do_sample=True)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hasten.api import LLM
+from hasten.errors import HastenError
 from hasten.methods import MethodSpec
 from hasten.targets.base import Target
 from hasten.targets.checkpoint import weights_fingerprint
@@ -79,7 +80,7 @@ class _NoTokenizer:
     """Stands where loading asks for a tokenizer: `generate` works on ids."""
 
     def __call__(self, *_args: Any, **_options: Any) -> Any:
-        raise NotImplementedError("there is no tokenizer")
+        raise HastenError("generate works on ids: there is no tokenizer here")
 
     decode = __call__
 

@@ -129,12 +129,19 @@ class Speculation:
         """Find or make what runs the model, and answer."""
         import torch
 
+        from hasten.methods import get
         from hasten.plugins._hf_models import llm_for
         from hasten.plugins._hf_run import run, seeds_for
         from hasten.targets.base import check_prompt
         from hasten.verify import pick_verifier
 
         rows = len(call.rows)
+        if get(self.method.name).population:
+            raise OptionError(
+                "method",
+                f"{self.method.name!r} answers by a population, not inside generate",
+                "Use hasten.load(...).generate, or another method",
+            )
         if streamer is not None and rows > 1:
             raise OptionError("streamer", "can't tell the rows of a batch apart", "Give one prompt")
         pick_verifier(self._verify, greedy=not call.sample)
