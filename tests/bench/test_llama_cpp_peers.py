@@ -90,6 +90,7 @@ def stand_in() -> tuple[ModuleType, ModuleType]:
 
     def decode(context: dict[str, list[int]], batch: list[int]) -> int:
         context["past"] += batch
+        context.setdefault("tried", []).append(context["threads"][0])
         return 1 if len(context["past"]) > 60 else 0
 
     def logits(context: dict[str, list[int]], at: int) -> Any:
@@ -105,6 +106,7 @@ def stand_in() -> tuple[ModuleType, ModuleType]:
         "llama_get_memory": lambda context: context,
         "llama_memory_clear": lambda memory, data: memory["past"].clear(),
         "llama_batch_get_one": lambda array, count: list(array)[:count],
+        "llama_set_n_threads": lambda context, n, batch: context.update(threads=[n, batch]),
         "llama_decode": decode,
         "llama_get_logits_ith": logits,
     }
@@ -180,6 +182,29 @@ def test_the_same_file_threads_and_context_are_used(tiny: hasten.LLM) -> None:
     drafting = [llama.options["draft_model"] for llama in Llama.instances]
     assert drafting[:2] == [None, None]
     assert isinstance(drafting[2], Lookup)
+
+
+@pytest.mark.usefixtures("installed")
+def test_all_peers_of_a_run_use_the_thread_count_that_decodes_fastest(
+    tiny: hasten.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama_cpp_peers, "usable_cores", lambda: 6)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    real = llama_cpp_peers.GeneratorPeer._decode_s
+    took = {1: 4.0, 2: 3.0, 3: 1.0, 4: 2.0, 6: 5.0}
+
+    def decode_s(self: llama_cpp_peers.GeneratorPeer, threads: int) -> float:
+        assert real(self, threads) > 0
+        return took[threads]
+
+    monkeypatch.setattr(llama_cpp_peers.GeneratorPeer, "_decode_s", decode_s)
+    for peer in make_peers(["llama-cpp"], context(tiny)):
+        peer.prepare()
+        peer.run([1, 2, 3, 4], 4)
+    assert [llama.ctx["threads"] for llama in Llama.instances] == [[3, 3]] * 3
+    first = Llama.instances[0].ctx["tried"]
+    assert first[: 5 * llama_cpp_peers.TRIALS : llama_cpp_peers.TRIALS] == [1, 2, 3, 4, 6]
+    assert "tried" not in Llama.instances[1].ctx, "tried once"
 
 
 @pytest.mark.usefixtures("installed")

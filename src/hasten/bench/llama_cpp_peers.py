@@ -8,6 +8,8 @@ differences are counted as unexplained.
 
 from __future__ import annotations
 
+import logging
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from importlib import import_module
@@ -17,11 +19,17 @@ import numpy as np
 import torch
 
 from hasten.bench.stats import Answer
+from hasten.environment import usable_cores
 from hasten.errors import ModelError, OptionError
 from hasten.targets.catalog import source_gguf
 
 if TYPE_CHECKING:
     from hasten.bench.peers import Peer, PeerContext
+
+logger = logging.getLogger(__name__)
+
+TRIALS = 16
+"""Decode calls of one token that a thread count is timed by."""
 
 
 def package() -> Any:
@@ -47,11 +55,11 @@ def make(context: PeerContext) -> list[Peer]:
 
 
 class GeneratorPeer:
-    """``Llama.generate``, greedy, with an empty cache and as many threads as torch has."""
+    """``Llama.generate``, greedy, with an empty cache and the thread count that is fastest here."""
 
     def __init__(self, name: str, context: PeerContext) -> None:
         self.name = name
-        self._info, self._source = context.info, context.source
+        self._info, self._source, self._shared = context.info, context.source, context.shared
         self._llama: Any = None
         self._passes = 0
 
@@ -81,7 +89,41 @@ class GeneratorPeer:
             raise ModelError(
                 f"llama.cpp can't load {self._source.name}: {error}. Leave out this peer."
             ) from error
+        self._set_threads()
         self._count_passes()
+
+    def _set_threads(self) -> None:
+        """Use as many threads as decode one token fastest; tried once for all peers of a run."""
+        lib, context = package(), self._llama.ctx
+        best = self._shared.get("llama-cpp threads")
+        if best is None:
+            counts = _thread_counts()
+            times = {count: self._decode_s(count) for count in counts}
+            best = self._shared["llama-cpp threads"] = min(counts, key=times.__getitem__)
+            tried = ", ".join(f"{count}: {1e3 * times[count]:.1f} ms" for count in counts)
+            logger.info("llama.cpp decodes a token fastest with %d threads (%s)", best, tried)
+        lib.llama_set_n_threads(context, best, best)
+
+    def _decode_s(self, threads: int) -> float:
+        """Median seconds of a decode call of one token."""
+        lib, context = package(), self._llama.ctx
+        lib.llama_set_n_threads(context, threads, threads)
+        lib.llama_memory_clear(lib.llama_get_memory(context), True)
+        seconds = []
+        for _ in range(TRIALS):
+            started = time.perf_counter()
+            self._decode([0])
+            seconds.append(time.perf_counter() - started)
+        lib.llama_memory_clear(lib.llama_get_memory(context), True)
+        return statistics.median(seconds)
+
+    def _decode(self, part: Sequence[int]) -> None:
+        """One raw decode call."""
+        lib = package()
+        array = (lib.llama_token * len(part))(*part)
+        code = lib.llama_decode(self._llama.ctx, lib.llama_batch_get_one(array, len(part)))
+        if code != 0:
+            raise ModelError(f"llama.cpp's decode call failed with code {code}")
 
     def _draft_model(self) -> Any:
         return None
@@ -140,12 +182,15 @@ class RawPeer(GeneratorPeer):
         due = list(ids)
         while True:
             for start in range(0, len(due), most):
-                part = due[start : start + most]
-                array = (lib.llama_token * len(part))(*part)
-                code = lib.llama_decode(context, lib.llama_batch_get_one(array, len(part)))
-                if code != 0:
-                    raise ModelError(f"llama.cpp's decode call failed with code {code}")
+                self._decode(due[start : start + most])
             self._passes += 1
             logits = np.ctypeslib.as_array(lib.llama_get_logits_ith(context, -1), (vocabulary,))
             due = [int(logits.argmax())]
             yield due[0]
+
+
+def _thread_counts() -> list[int]:
+    """Thread counts worth a try: powers of two, all cores, and torch's own."""
+    cores = usable_cores()
+    powers = {1 << bit for bit in range(cores.bit_length())}
+    return sorted(count for count in {*powers, cores, torch.get_num_threads()} if count <= cores)
