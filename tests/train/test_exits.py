@@ -135,6 +135,20 @@ def test_training_goes_on_from_an_earlier_run(data: Path, tmp_path: Path) -> Non
         run_exits.run(target(), [data], tmp_path / "c", replace(again, plans=(Plan("adapter", 2),)))
 
 
+def test_a_module_that_starts_from_another_sees_the_layers_that_one_saw(
+    data: Path, tmp_path: Path
+) -> None:
+    early = options(Plan("deep", 0), Plan("deep", 1), deep=(1, LAYERS), epochs=0.0)
+    first = run_exits.run(target(), [data], tmp_path / "a", replace(early, seed=3))
+    start = options(Plan("deep", 2), init=str(tmp_path / "a"), epochs=0.0, deep=())
+    (later,) = run_exits.run(target(), [data], tmp_path / "b", start)
+    assert later.config.deep == (1, LAYERS)
+    for name, value in first[1].tensors.items():  # the nearest below, up to its 8 bits
+        assert float((later.tensors[name] - value).abs().max()) <= float(value.abs().max()) / 127
+    with pytest.raises(OptionError, match="sees layers"):
+        run_exits.run(target(), [data], tmp_path / "c", replace(start, deep=(2, LAYERS)))
+
+
 def test_states_are_computed_once_for_the_same_texts(data: Path, tmp_path: Path) -> None:
     stages: list[dict[str, Any]] = []
     for _ in range(2):

@@ -48,7 +48,8 @@ class Options:
 
     vocabulary  ids of the draft head
     inner       width of the modules' MLPs; rank: of affine maps
-    deep        layers a ``deep`` module sees; empty: about a quarter, three fifths, and the last
+    deep        layers a ``deep`` module sees; empty: those of the one it starts from, else about
+                a quarter, three fifths, and the last
     share       part of the training texts to use (for learning curves)
     minutes     wall time for each module at most, epochs: times through the texts at most
     """
@@ -66,7 +67,8 @@ class Options:
     batch_rows: int = 4096
     seed: int = 0
     init: str = ""
-    """Folder of modules to start from: that of the layer, or else the first of the kind."""
+    """Folder of modules to start from: of the kind, that of the layer, else the nearest below it,
+    else the lowest."""
     texts: int = 0
     """Most texts of each split; 0: all."""
     calibration: int = 48
@@ -215,6 +217,11 @@ def _config(target: FusedTarget, plan: Plan, options: Options) -> ExitConfig:
     info, sizes = target.info, target.shape
     top = info.num_layers
     deep = options.deep or tuple(dict.fromkeys((max(top // 4, 1), max(3 * top // 5, 1), top)))
+    if options.init and plan.kind == "deep":
+        seen = _start(store.read(options.init), plan.kind, plan.layer).deep
+        if options.deep and options.deep != seen:
+            raise OptionError("init", f"sees layers {seen}, and deep={options.deep} was asked for")
+        deep = seen
     if plan.layer >= top or any(not 1 <= layer <= top for layer in deep):
         raise OptionError("exits", f"{info.name} has {top} layers: {plan}, deep {deep} don't fit")
     if plan.kind in ("lens", "affine"):
@@ -278,12 +285,18 @@ def _train_one(
 
 def _earlier(stored: store.Stored, config: ExitConfig) -> dict[str, torch.Tensor]:
     """Tensors to start from. Raises OptionError when no stored module is of the kind."""
-    alike = [each.layer for each in stored.configs if each.kind == config.kind]
-    if not alike:
-        raise OptionError("init", f"holds no module of kind {config.kind!r}")
-    prefix = f"{config.layer if config.layer in alike else alike[0]}."
+    prefix = f"{_start(stored, config.kind, config.layer).layer}."
     own = stored.tensors.items()
     return {name.removeprefix(prefix): value for name, value in own if name.startswith(prefix)}
+
+
+def _start(stored: store.Stored, kind: str, layer: int) -> ExitConfig:
+    """The stored module to start from. Raises OptionError when none is of the kind."""
+    alike = [each for each in stored.configs if each.kind == kind]
+    if not alike:
+        raise OptionError("init", f"holds no module of kind {kind!r}")
+    below = [each for each in alike if each.layer <= layer]
+    return max(below, key=lambda each: each.layer) if below else alike[0]
 
 
 def _measure(net: ExitNet, teacher: Teacher, feed: Feed, options: TrainOptions) -> Figures:
