@@ -38,11 +38,12 @@ class Recorded(ExitProposal):
         texts = {p.slot: [*PROMPT, *p.ids] for p in self.run._population.particles}
         drafts: list[list[int]] = [[] for _ in lanes]
 
-        def heard(logits: torch.Tensor) -> list[int]:
-            for lane, draft, row in zip(lanes, drafts, logits, strict=True):
+        def heard(logits: torch.Tensor, of: Sequence[int]) -> list[int]:
+            assert set(of) == set(range(len(logits))), "a row that nobody asked for"
+            for lane, draft, row in zip(lanes, drafts, of, strict=True):
                 assert texts[lane.slot][-1] == lane.root
-                self.asked.append((texts[lane.slot], list(draft), row.clone()))
-            tokens = choose(logits)
+                self.asked.append((texts[lane.slot], list(draft), logits[row].clone()))
+            tokens = choose(logits, of)
             for draft, token in zip(drafts, tokens, strict=True):
                 draft.append(token)
             self.most_rows = max(self.most_rows, self._state.scratch)
@@ -108,6 +109,14 @@ def compare(proposal: Recorded, bank: ExitBank, every: int = 1) -> None:
 def test_every_particle_drafts_as_its_text_alone_would(kind: tuple[str, int]) -> None:
     bank = tiny.bank([kind])
     compare(run_with(bank), bank, every=3)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}")
+def test_particles_of_one_lineage_share_rows_and_draft_alike(kind: tuple[str, int]) -> None:
+    bank = tiny.bank([kind])
+    apart, shared = run_with(bank), run_with(bank, population="committed")
+    assert shared.most_rows <= apart.most_rows
+    compare(shared, bank, every=3)
 
 
 def test_a_reduced_vocabulary_and_a_pruned_memory_change_nothing(

@@ -32,7 +32,7 @@ def run_on(
     seed: int = 0,
     **changes: Any,
 ) -> SMCRun:
-    options = SMCOptions(**{"particles": 5, "length": 3, **changes})
+    options = SMCOptions(**{"particles": 5, "length": 3, "ending": 0.0, **changes})
     return SMCRun(target, PROMPT, params, options, proposal=proposal, seed=seed)
 
 
@@ -101,6 +101,20 @@ def test_caches_are_those_of_their_texts_where_rows_are_resumed() -> None:
     target, bank = tiny.target(), tiny.bank([("adapter", 2)])
     run = run_on(target, ExitProposal(target, bank), threshold=1.01)
     assert sum(check_caches(target, run) for _ in run.rounds()) > 20
+
+
+@pytest.mark.parametrize("kind", [("adapter", 2), ("deep", 0)], ids=str)
+def test_caches_are_those_of_their_texts_in_one_lineage(kind: tuple[str, int]) -> None:
+    target, bank = tiny.target(), tiny.bank([kind])
+    run = run_on(target, ExitProposal(target, bank), population="committed")
+    seen = 0
+    for _ in run.rounds():
+        target.check()
+        seen += check_caches(target, run)
+    assert seen > 20
+    assert run.info is not None
+    assert run.info.target_rows < 0.9 * 5 * 30
+    assert target.bytes_in_use == 0
 
 
 def test_a_transformers_model_answers_too_one_particle_after_another() -> None:

@@ -22,7 +22,9 @@ SIGMAS = 4.5
 def forced(monkeypatch: pytest.MonkeyPatch, path: Sequence[int]) -> None:
     """Every draw gives the path's token."""
 
-    def draw(law: Any, slots: Sequence[int], seed: int, position: int, purpose: str) -> list[int]:
+    def draw(
+        law: Any, slots: Sequence[int], seed: int, position: int, purpose: str, of: Any = None
+    ) -> list[int]:
         at = position - len(toy.PROMPT)
         return [path[at] if at < len(path) else 0] * len(slots)
 
@@ -62,6 +64,9 @@ CASES: list[dict[str, Any]] = [
     {"particles": 4, "population": "committed"},
     {"particles": 4, "draft_temperature": 1.6},
     {"particles": 4, "mix": 0.3},
+    {"particles": 4, "population": "committed", "length": 1, "mix": 0.1},
+    {"particles": 4, "ending": 0.3},
+    {"particles": 4, "ending": 0.2, "mix": 0.1},
 ]
 
 
@@ -83,7 +88,7 @@ OPTIONS: list[tuple[SamplingParams, dict[str, Any]]] = [
     (SamplingParams(temperature=0.6), {}),
     (SamplingParams(temperature=1.0, top_k=2), {"particles": 16}),
     (SamplingParams(temperature=1.0, repetition_penalty=1.7, frequency_penalty=0.5), {}),
-    (SamplingParams(temperature=1.0, min_new_tokens=4, logit_bias={1: -0.7}), {}),
+    (SamplingParams(temperature=1.0, min_new_tokens=4, logit_bias={1: -0.7}), {"ending": 0.2}),
     (SamplingParams(temperature=1.0, stop=("ba", "aa"), min_new_tokens=0), {"length": 3}),
     (SamplingParams(temperature=1.0, processors=(odd_places_ban,)), {"particles": 24}),
 ]
@@ -131,8 +136,8 @@ class TopTwo(ModelProposal):
     """A draft that says it covers every id, and leaves out the unlikeliest."""
 
     def draft(self, lanes: Sequence[Lane], length: int, choose: Choose) -> int:
-        def cut(logits: torch.Tensor) -> list[int]:
-            return choose(logits.scatter(1, logits.argmin(1, keepdim=True), -math.inf))
+        def cut(logits: torch.Tensor, of: Sequence[int]) -> list[int]:
+            return choose(logits.scatter(1, logits.argmin(1, keepdim=True), -math.inf), of)
 
         return super().draft(lanes, length, cut)
 

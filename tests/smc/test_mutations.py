@@ -43,10 +43,12 @@ def ratio_upside_down(patch: Patch) -> None:
 def bonus_from_the_draft(patch: Patch) -> None:
     healthy = SMCRun._bonus
 
-    def bonus(self: Any, block: Block, going: Sequence[int], law: Any, purpose: str) -> list[int]:
+    def bonus(
+        self: Any, block: Block, going: Sequence[int], laws: Any, of: Any, purpose: str
+    ) -> list[int]:
         texts = [[*p, *t] for p, t in zip(block.prefixes, block.tokens, strict=True)]
         drafted = torch.stack([toy.next_law(toy.HARD, text).log() for text in texts])
-        return healthy(self, block, going, drafted, purpose)
+        return healthy(self, block, going, drafted, range(len(texts)), purpose)
 
     patch.setattr(SMCRun, "_bonus", bonus)
 
@@ -65,11 +67,16 @@ def temperature_in_the_draw_only(patch: Patch) -> None:
     healthy = weights.draw
 
     def draw(
-        law: torch.Tensor, slots: Sequence[int], seed: int, position: int, purpose: str
+        law: torch.Tensor,
+        slots: Sequence[int],
+        seed: int,
+        position: int,
+        purpose: str,
+        of: Sequence[int] | None = None,
     ) -> list[int]:
         if purpose.startswith("smc-draft"):
             law = torch.log_softmax(2.0 * law, 1)
-        return healthy(law, slots, seed, position, purpose)
+        return healthy(law, slots, seed, position, purpose, of)
 
     patch.setattr(weights, "draw", draw)
 

@@ -10,7 +10,13 @@ from hasten.errors import CapabilityError, OptionError, VocabularyError
 from hasten.exits import store
 from hasten.methods import MethodContext
 from hasten.smc.exit_proposal import ExitProposal
-from hasten.smc.options import SMCOptions, check_mix, prepare
+from hasten.smc.options import (
+    SMCOptions,
+    check_mix,
+    draft_temperature,
+    ending_share,
+    prepare,
+)
 from hasten.smc.proposals import ModelProposal
 from tests.conformance.toy_target import ToyTokenizer
 from tests.exits import exit_models as tiny
@@ -53,6 +59,7 @@ def test_every_option_says_what_it_is_for() -> None:
         {"draft_temperature": 0.0},
         {"draft_temperature": float("nan")},
         {"mix": 1.0},
+        {"ending": 1.0},
         {"alpha": 0.0},
         {"alpha": float("inf")},
         {"threshold": -0.1},
@@ -112,6 +119,20 @@ def test_exits_draft_the_whole_vocabulary_unless_told_otherwise(modules: str) ->
         assert check_mix(options, proposal) == (0.0 if full else 0.05)
     own = prepare(SMCOptions(head="own", exits="3"), context(target))()
     assert own.full_support
+
+
+def test_exits_draft_cooler_than_the_request_unless_told_otherwise() -> None:
+    exits, other = SMCOptions(), SMCOptions(draft="self")
+    assert draft_temperature(exits, 0.8) == pytest.approx(0.48)
+    assert draft_temperature(other, 0.8) == 0.8
+    assert draft_temperature(replace(exits, draft_temperature=1.3), 0.8) == 1.3
+
+
+def test_exits_draft_ends_now_and_then_unless_told_otherwise() -> None:
+    exits, other = SMCOptions(), SMCOptions(draft="self")
+    assert (ending_share(exits), ending_share(other)) == (0.1, 0.0)
+    assert ending_share(replace(exits, ending=0.0)) == 0.0
+    assert ending_share(replace(other, ending=0.3)) == 0.3
 
 
 def test_a_reduced_vocabulary_without_mixing_is_refused(modules: str) -> None:

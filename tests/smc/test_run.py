@@ -60,7 +60,7 @@ def test_answers_end_at_an_end_of_sequence_id_with_nothing_after() -> None:
 def test_stop_strings_end_an_answer_at_the_token_that_completes_them() -> None:
     params = replace(LONG, stop=("j", "nf", "ff"), max_new_tokens=24)
     seen = set()
-    for seed in range(25):
+    for seed in range(40):
         answer = ask(params, seed=seed)
         seen.add(answer.rounds[-1].stop_reason)
         assert not any(stop in answer.text for stop in params.stop)
@@ -126,8 +126,8 @@ def test_copies_of_a_particle_go_their_own_ways() -> None:
 
 
 def test_targets_that_pack_nothing_give_the_same_answer() -> None:
-    packed = ask(seed=5, threshold=0.9)
-    alone = ask(seed=5, threshold=0.9, target=toy(packed=False), draft=near(packed=False))
+    packed = ask(seed=6, threshold=0.9)
+    alone = ask(seed=6, threshold=0.9, target=toy(packed=False), draft=near(packed=False))
     assert packed.tokens == alone.tokens
     assert packed.info is not None
     assert alone.info is not None
@@ -152,7 +152,9 @@ def test_what_all_particles_agree_on_comes_before_the_end() -> None:
 
 
 def test_a_shared_first_token_is_emitted_at_once() -> None:
-    assert len(ask(LONG, first_token="shared").rounds[0].emitted) == 1
+    assert len(ask(LONG).rounds[0].emitted) == 1
+    apart = [ask(LONG, first_token="per_particle", seed=seed) for seed in range(8)]
+    assert 0 in [len(each.rounds[0].emitted) for each in apart]
 
 
 def test_rows_and_copies_are_counted() -> None:
@@ -237,6 +239,68 @@ def test_a_lent_sequence_stays_open_and_holds_the_prompt() -> None:
         assert tokens == ask(LONG, seed=2).tokens
         assert target.live == [lent]
         assert tuple(lent.tokens) == PROMPT
+
+
+def test_a_prompt_that_has_run_already_isnt_run_again() -> None:
+    target = toy()
+    lent = target.open()
+    passed = target.prefill(lent, PROMPT)
+    run = start(LONG, target=target, seed=2)
+    run.lend(lent, passed)
+    tokens = [token for made in run.rounds() for token in made.emitted]
+    assert tokens == ask(LONG, seed=2).tokens
+    assert target.prefilled == len(PROMPT)
+    assert target.live == [lent]
+    assert tuple(lent.tokens) == PROMPT
+
+
+# -- one lineage -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_lineage_runs_each_text_once_and_answers_alike_without_trees(seed: int) -> None:
+    case: dict[str, Any] = {"population": "committed", "particles": 6, "seed": seed}
+    shared = ask(LONG, **case)
+    apart = ask(LONG, target=toy(tree=False), draft=near(tree=False), **case)
+    assert shared.info is not None
+    assert apart.info is not None
+    assert shared.tokens == apart.tokens
+    assert shared.info.answers == apart.info.answers
+    assert shared.info.log_evidence == pytest.approx(apart.info.log_evidence)
+    assert apart.info.target_rows == 6 * (4 * 4 + 3)
+    assert shared.info.target_rows < 0.8 * apart.info.target_rows
+    assert shared.info.drafted == apart.info.drafted
+
+
+def test_one_lineage_needs_no_packed_passes() -> None:
+    info = ask(LONG, target=toy(packed=False), population="committed").info
+    assert info is not None
+    assert info.target_passes == info.rounds
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_one_lineage_ends_where_its_answer_does(seed: int) -> None:
+    params = replace(SAMPLED, max_new_tokens=40, temperature=1.5)
+    for changes in ({"particles": 1}, {"particles": 2}, {"particles": 5, "length": 1}):
+        ask(params, seed=seed, population="committed", **changes)
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_one_lineage_survives_rounds_without_weight(top_k: int) -> None:
+    info = ask(replace(LONG, top_k=top_k), population="committed", particles=2, seed=1).info
+    assert info is not None
+    assert info.collapsed > 0
+
+
+def test_an_abandoned_lineage_frees_everything() -> None:
+    for count in range(4):
+        target, draft = toy(), near()
+        rounds = start(LONG, target=target, draft=draft, population="committed").rounds()
+        for _ in range(count):
+            next(rounds)
+        rounds.close()  # type: ignore[attr-defined]
+        assert not target.live
+        assert not draft.live
 
 
 # -- broken or awkward models ----------------------------------------------------------------------

@@ -56,5 +56,7 @@ def test_a_slot_draws_the_same_whoever_else_draws() -> None:
 def test_slots_draw_independently_from_equal_laws() -> None:
     law = torch.zeros(512).log_softmax(0).expand(16, -1)
     drawn = weights.draw(law, range(16), 0, 0, "test")
+    few = weights.draw(law[:1], range(16), 0, 0, "test", [0] * 16)
+    assert few == drawn
     assert len(set(drawn)) > 12
     assert weights.draw(law[:2], [5, 5], 0, 0, "test") == [drawn[5]] * 2

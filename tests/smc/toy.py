@@ -117,7 +117,9 @@ def answers_under(params: SamplingParams, alpha: float = 1.0, model: Table | Non
 
 
 def options(**changes: Any) -> SMCOptions:
-    return SMCOptions(**{"draft": "self", "particles": 4, "length": 2, **changes})
+    # First tokens of their own show more of what weights do to them.
+    first = {"first_token": "per_particle"}
+    return SMCOptions(**{"draft": "self", "particles": 4, "length": 2, **first, **changes})
 
 
 MakeProposal = Callable[[], Proposal]

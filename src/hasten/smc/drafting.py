@@ -74,16 +74,16 @@ class Drafting:
         log_q: list[torch.Tensor] = []
         self.choosing = 0.0
 
-        def choose(logits: torch.Tensor) -> list[int]:
+        def choose(logits: torch.Tensor, of: Sequence[int]) -> list[int]:
             began = time.perf_counter()
             paths: list[list[int]] = []
             if not self._law.plain:
-                paths = [[*ids, *draft] for ids, draft in zip(prefixes, tokens, strict=True)]
+                owners = {row: lane for lane, row in enumerate(of)}
+                paths = [[*prefixes[at], *tokens[at]] for _, at in sorted(owners.items())]
             law = self._law(paths, logits)
             position = len(prefixes[0]) + len(tokens[0])
-            drawn = weights.draw(law, slots, self._seed, position, f"smc-draft-{round}")
-            chosen = torch.tensor(drawn, device=law.device).unsqueeze(1)
-            log_q.append(law.gather(1, chosen).squeeze(1).cpu().double())
+            drawn = weights.draw(law, slots, self._seed, position, f"smc-draft-{round}", of)
+            log_q.append(law[list(of), drawn].cpu().double())
             for draft, token in zip(tokens, drawn, strict=True):
                 draft.append(token)
             self.choosing += time.perf_counter() - began

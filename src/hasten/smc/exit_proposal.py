@@ -4,6 +4,7 @@ Rows that draft run the layers below the exit only; the target's pass resumes th
 row passes every layer once. All particles share one run of the module: the prompt's rows are its
 verified rows, and what particles add are scratch rows that only their own lineage sees. So a copy
 of a particle copies a row of a mask, no keys or values, and a step is one call for all particles.
+Particles on one sequence share rows where they drafted the same.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch
 
 from hasten.exits.bank import ExitBank, assemble
 from hasten.exits.modules import ExitState
-from hasten.smc.proposals import Choose, Lane, chain, run_rows
+from hasten.smc.forest import Forest
+from hasten.smc.proposals import Choose, Lane, run_rows
 from hasten.targets.base import Target
 from hasten.targets.fused_native import draft_linear
 
@@ -58,9 +60,11 @@ class ExitProposal:
         """Verified rows that the module hasn't got: states, features, depths."""
         self._queued = 0
         self._steps: list[dict[int, torch.Tensor]] = []
-        """Taps of each step's rows up to the exit, ``(n, hidden)``, in the order of the lanes."""
+        """Taps of each step's rows up to the exit, ``(rows, hidden)``."""
         self._tokens: list[list[int]] = []
-        """The tokens of each step's rows: the roots, then the drafted ones."""
+        """Each step's tokens, one a lane: the roots, then the drafted ones."""
+        self._forest = Forest(())
+        """Which row of a step is whose."""
         self._places: dict[int, int] = {}
         self._kept_columns = 0
         """Scratch rows that stay; drafts are written after them and dropped."""
@@ -90,48 +94,47 @@ class ExitProposal:
         """Step by step for all lanes: lower layers, module, head, a token."""
         self._tokens = [[lane.root for lane in lanes]]
         self._places = {lane.slot: at for at, lane in enumerate(lanes)}
-        self._steps = [self._run_lower(lanes, 0)]
+        self._forest = Forest(lanes)
+        self._steps = [self._run_lower()]
         slots = [lane.slot for lane in lanes]
         above: torch.Tensor | None = None
         for step in range(length):
             above = self._outputs(slots, step, above)
             logits = self._head(self._bank.normed(self._module, above))
-            self._tokens.append(choose(self._spread(logits)))
+            self._tokens.append(choose(self._spread(logits), self._forest.levels[step].of))
+            self._forest.grow(self._tokens[-1])
             if step + 1 < length or self._config.layer:
-                self._steps.append(self._run_lower(lanes, step + 1))
+                self._steps.append(self._run_lower())
         self._forget_drafts()
         return self._config.layer
 
-    def _run_lower(self, lanes: Sequence[Lane], step: int) -> dict[int, torch.Tensor]:
-        """Run this step's rows up to the exit; their taps on the way, the exit's own included."""
+    def _run_lower(self) -> dict[int, torch.Tensor]:
+        """Run the last level's rows up to the exit; their taps on the way, the exit's own
+        included."""
         layer = self._config.layer
         if not layer:
             return {}
-        tokens = self._tokens[step]
-        rows = [
-            chain(lane.sequence, [token], step - 1)
-            for lane, token in zip(lanes, tokens, strict=True)
-        ]
         taps = sorted({layer, *(t for t in self.taps if t < layer)})
-        passes = run_rows(self._target, rows, (0, layer), taps)
+        passes = run_rows(self._target, self._forest.last_rows(), (0, layer), taps)
         return {tap: torch.cat([each.hidden[tap] for each in passes]) for tap in taps}
 
     def _outputs(self, slots: Sequence[int], step: int, above: torch.Tensor | None) -> torch.Tensor:
-        """The module's outputs ``(n, hidden)`` at this step's rows; `above` are those at their
-        parents, None at the roots."""
+        """The module's outputs ``(rows, hidden)`` at this step's rows; `above` are those at the
+        step before, None at the roots."""
+        level = self._forest.levels[step]
         states = self._states(step)
-        count = len(slots)
+        count, owners = len(level.firsts), [slots[at] for at in level.firsts]
         if not self._config.attends:
             return self._module.run(None, states, None, verified=0, want=count)
         features = None
         if self._config.deep:
-            features = self._before[list(slots)] if above is None else above
-        depths = [self._depth[slot] + step for slot in slots]
+            features = self._before[owners] if above is None else above[self._parents(step)]
+        depths = [self._depth[slot] + step for slot in owners]
         if above is None:
             states, features, depths = self._with_queue(states, features, depths)
         first = self._state.scratch + len(depths) - count
-        self._show(slots, first)
-        seen = self._seen[list(slots), : first + count]
+        self._show(slots, [first + row for row in level.of])
+        seen = self._seen[owners, : first + count]
         out = self._module.run(
             self._state, states, features, verified=0, want=count, depths=depths, mask=seen
         )
@@ -139,9 +142,16 @@ class ExitProposal:
             self._kept_columns = self._state.scratch
         return out
 
+    def _parents(self, step: int) -> list[int]:
+        """The numbers of the rows above this step's."""
+        of = self._forest.levels[step - 1].of
+        return [of[at] for at in self._forest.levels[step].firsts]
+
     def _states(self, step: int) -> torch.Tensor:
         layer = self._config.layer
-        return self._steps[step][layer] if layer else self._embed(self._tokens[step])
+        if layer:
+            return self._steps[step][layer]
+        return self._embed([self._tokens[step][at] for at in self._forest.levels[step].firsts])
 
     def _with_queue(
         self, states: torch.Tensor, features: torch.Tensor | None, depths: list[int]
@@ -153,13 +163,13 @@ class ExitProposal:
             features = torch.cat([*(each for _, each, _ in queue if each is not None), features])
         return states, features, [*(d for _, _, each in queue for d in each), *depths]
 
-    def _show(self, slots: Sequence[int], first: int) -> None:
-        """Each slot sees its own of the scratch rows from `first` on, which are one a slot."""
-        need = first + len(slots)
+    def _show(self, slots: Sequence[int], columns: Sequence[int]) -> None:
+        """Each slot sees one more scratch row."""
+        need = max(columns) + 1
         if need > self._seen.shape[1]:
             more = self._nothing_seen(len(self._seen), need - self._seen.shape[1] + _COLUMNS)
             self._seen = torch.cat([self._seen, more], 1)
-        self._seen[list(slots), list(range(first, need))] = 0.0
+        self._seen[list(slots), list(columns)] = 0.0
 
     def _forget_drafts(self) -> None:
         """Drop the drafted scratch rows: verified ones take their place when they are known."""
@@ -192,8 +202,8 @@ class ExitProposal:
         out = {}
         for layer in self._config.deep:
             if layer in self._steps[0]:
-                rows = torch.stack([step[layer][places] for step in self._steps[:kept]], 1)
-                out[layer] = rows.flatten(0, 1)
+                rows = [self._rows(layer, step, places) for step in range(kept)]
+                out[layer] = torch.stack(rows, 1).flatten(0, 1)
             else:
                 out[layer] = torch.cat([each[layer][:kept] for each in hidden])
         return out
@@ -203,12 +213,18 @@ class ExitProposal:
     ) -> None:
         """Queue this step's rows of these slots; they see them from now on."""
         if self._config.layer:
-            states = self._steps[step][self._config.layer][list(places)]
+            states = self._rows(self._config.layer, step, places)
         else:
             states = self._embed([self._tokens[step][at] for at in places])
         self._queue.append((states, features, [self._depth[slot] + step for slot in slots]))
-        self._show(slots, self._state.scratch + self._queued)
+        first = self._state.scratch + self._queued
+        self._show(slots, range(first, first + len(slots)))
         self._queued += len(slots)
+
+    def _rows(self, layer: int, step: int, places: Sequence[int]) -> torch.Tensor:
+        """What these lanes' rows of a step were at a layer, ``(n, hidden)``."""
+        of = self._forest.levels[step].of
+        return self._steps[step][layer][[of[at] for at in places]]
 
     @torch.inference_mode()
     def retire(self, slots: Sequence[int]) -> None:

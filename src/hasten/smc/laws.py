@@ -25,13 +25,16 @@ class Scores:
 
     drafted  log p of the drafted tokens, ``(n, K)`` float64 on the CPU; after a token of
              probability 0, and past the rows asked for, 0
-    first    log p ``(n, vocab)`` of the token after the root; last: of the token after the draft,
-             meaningless where not all rows were asked for or the draft has probability 0
+    laws     log p ``(rows, vocab)``
+    first    for each particle the row of `laws` for the token after its root; last: of the token
+             after its draft, meaningless where not all rows were asked for or the draft has
+             probability 0
     """
 
     drafted: torch.Tensor
-    first: torch.Tensor
-    last: torch.Tensor
+    laws: torch.Tensor
+    first: list[int]
+    last: list[int]
 
 
 class TargetLaw:
@@ -55,33 +58,38 @@ class TargetLaw:
         prefixes: Sequence[Sequence[int]],
         drafts: Sequence[Sequence[int]],
         counts: Sequence[int],
-        logits: Sequence[torch.Tensor],
+        logits: torch.Tensor,
+        places: Sequence[Sequence[int]],
     ) -> Scores:
-        """p at the first `counts` rows of each particle, whose `logits` are ``(K + 1, vocab)``.
-        Raises ModelError where they hold NaN."""
+        """p at the first `counts` rows of each particle. ``logits[places[i]]`` are those of
+        particle i's K + 1 rows; particles may share some. Raises ModelError where they hold NaN."""
         if self._plain:
-            return self._score_together(drafts, counts, logits)
+            return self._score_together(drafts, counts, logits, places)
         rows = [
-            self._score_one(*each) for each in zip(prefixes, drafts, counts, logits, strict=True)
+            self._score_one(prefix, draft, count, logits[list(place)])
+            for prefix, draft, count, place in zip(prefixes, drafts, counts, places, strict=True)
         ]
         drafted = torch.tensor([terms for terms, _, _ in rows], dtype=torch.float64)
-        first = torch.stack([row for _, row, _ in rows])
-        return Scores(drafted, first, torch.stack([row for _, _, row in rows]))
+        count = len(rows)
+        laws = torch.stack([*(row for _, row, _ in rows), *(row for _, _, row in rows)])
+        return Scores(drafted, laws, [*range(count)], [*range(count, 2 * count)])
 
     def _score_together(
         self,
         drafts: Sequence[Sequence[int]],
         counts: Sequence[int],
-        logits: Sequence[torch.Tensor],
+        logits: torch.Tensor,
+        places: Sequence[Sequence[int]],
     ) -> Scores:
-        rows = _wide(torch.stack(list(logits))) / self._temperature
-        log_probs = _checked(torch.log_softmax(rows, -1))
+        laws = _checked(torch.log_softmax(_wide(logits) / self._temperature, 1))
         length = len(drafts[0])
-        ids = torch.tensor(drafts, dtype=torch.int64, device=rows.device)
-        ids = ids.reshape(len(drafts), length, 1)
-        terms = log_probs[:, :length].gather(2, ids).squeeze(2).cpu().double()
+        shape = (len(drafts), length)
+        ids = torch.tensor(drafts, dtype=torch.int64, device=laws.device).reshape(shape)
+        rows = torch.tensor(places, device=laws.device)
+        terms = laws[rows[:, :length], ids].cpu().double()
         asked = torch.arange(length) < torch.tensor(counts).unsqueeze(1)
-        return Scores(terms.where(asked, 0.0), log_probs[:, 0], log_probs[:, -1])
+        first, last = ([place[end] for place in places] for end in (0, -1))
+        return Scores(terms.where(asked, 0.0), laws, first, last)
 
     def _score_one(
         self, prefix: Sequence[int], draft: Sequence[int], count: int, logits: torch.Tensor
@@ -102,6 +110,8 @@ class TargetLaw:
 class DraftLaw:
     """q: the proposal's logits at a temperature, mixed with the uniform law.
 
+    ending  the share of tokens that end an answer, wherever the request lets them: a draft that
+            hardly ever ends one would leave p's ends to luck
     mix  the uniform law's share; above 0 where the logits don't cover the vocabulary
     """
 
@@ -111,6 +121,7 @@ class DraftLaw:
         eos_ids: frozenset[int],
         *,
         temperature: float,
+        ending: float,
         mix: float,
         name: str,
     ) -> None:
@@ -119,6 +130,8 @@ class DraftLaw:
         self._vocab = sampler.vocab_size
         self._sampler = Sampler(params, self._vocab, eos_ids, sampler.prompt_len, sampler.seed)
         self._temperature, self._mix, self._name = temperature, mix, name
+        self._ending = 0.0 if params.ignore_eos else ending
+        self._ends = sorted(eos_ids)
         self.plain = _same_for_all(self._sampler)
         """The text so far plays no part."""
 
@@ -144,10 +157,22 @@ class DraftLaw:
         # Where the options leave nothing that the draft knows, only the uniform part is left.
         rows = torch.where((top > _NINF).unsqueeze(1), rows, 0.0)
         log_q = torch.log_softmax(rows / self._temperature, 1)
+        if self._ending and self._ends:
+            log_q = self._with_ends(log_q)
         if not self._mix:
             return log_q
         floor = log_q.new_tensor(math.log(self._mix / self._vocab))
         return torch.logaddexp(log_q + math.log1p(-self._mix), floor)
+
+    def _with_ends(self, log_q: torch.Tensor) -> torch.Tensor:
+        """A share for the ids that end answers and aren't banned; none where all are."""
+        ends = log_q[:, self._ends]
+        allowed = ends > _NINF
+        count = allowed.sum(1, keepdim=True)
+        log_q = torch.where(count > 0, log_q + math.log1p(-self._ending), log_q)
+        share = torch.where(allowed, math.log(self._ending) - count.clamp(min=1).log(), _NINF)
+        log_q[:, self._ends] = torch.logaddexp(log_q[:, self._ends], share.to(log_q.dtype))
+        return log_q
 
 
 def _same_for_all(sampler: Sampler) -> bool:

@@ -39,12 +39,13 @@ class SMCOptions:
     modules: str = opt("", MODULES)
     head: str = opt("modules", "modules, or own: the model's norm and head (LayerSkip)")
     vocabulary: str = opt("whole", "ids that exits draft: whole, or reduced to the modules' own")
-    draft_temperature: float = opt(-1.0, "of the draft; negative: the request's")
+    draft_temperature: float = opt(-1.0, "negative: the request's, for exits 0.6 of it")
+    ending: float = opt(-1.0, "the share of q that ends the answer; negative: 0, of exits 0.1")
     mix: float = opt(-1.0, "the uniform law's share in the draft's; negative: 0, or 0.05 if needed")
     alpha: float = opt(1.0, "answers by the model's probability to this power; 1: its own law")
     threshold: float = opt(0.5, "resample below this share of particles that count; 0: never")
     resampler: str = opt("systematic", f"how: {', '.join(SCHEMES)}")
-    first_token: str = opt("per_particle", "the first token: per_particle, or shared by all")
+    first_token: str = opt("shared", "the first token: shared by all, or per_particle")
     population: str = opt("persistent", "persistent, or committed: one lineage after each round")
 
     def __post_init__(self) -> None:
@@ -53,6 +54,7 @@ class SMCOptions:
 
         check("particles", 1 <= self.particles <= MOST_PARTICLES, f"1 to {MOST_PARTICLES}")
         check("length", 1 <= self.length <= MOST_LENGTH, f"1 to {MOST_LENGTH}")
+        check("ending", self.ending < 1, "below 1")
         check("mix", self.mix < 1, "below 1")
         check("alpha", 0 < self.alpha < float("inf"), "above 0")
         check("threshold", 0 <= self.threshold < float("inf"), "at least 0")
@@ -124,6 +126,29 @@ def _early_exit(options: SMCOptions, context: MethodContext) -> MakeProposal:
         bank = whole_vocabulary(target, bank)
     check_mix(options, ExitProposal(target, bank))
     return lambda: ExitProposal(target, bank)
+
+
+EXIT_WARMTH = 0.6
+"""An exit's temperature, as a share of the request's: its answers' probability under the embedded
+model is then plain decoding's (docs/methods/smc.md). An exit's law is flatter than the model's."""
+
+
+def draft_temperature(options: SMCOptions, temperature: float) -> float:
+    """The draft's, for a request of this `temperature`."""
+    if options.draft_temperature >= 0:
+        return options.draft_temperature
+    return temperature * (EXIT_WARMTH if options.draft == "early-exit" else 1.0)
+
+
+EXIT_ENDING = 0.1
+"""Of exits: they learned from long answers and give the end of a short one next to nothing."""
+
+
+def ending_share(options: SMCOptions) -> float:
+    """The share of q that ends answers."""
+    if options.ending >= 0:
+        return options.ending
+    return EXIT_ENDING if options.draft == "early-exit" else 0.0
 
 
 DEFAULT_MIX = 0.05

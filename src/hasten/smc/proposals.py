@@ -16,14 +16,15 @@ from hasten.errors import CapabilityError
 from hasten.targets.base import Target
 from hasten.types import Pass, Rows
 
-Choose = Callable[[torch.Tensor], list[int]]
-"""Logits ``(n, ids)`` of the particles' next tokens -> the tokens drawn."""
+Choose = Callable[[torch.Tensor, Sequence[int]], list[int]]
+"""Logits ``(rows, ids)`` of next tokens, and for each lane the row that is its own -> the tokens
+drawn, one a lane. Lanes that share a row have drafted the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
     """A particle to draft for: its slot, its last id (which no model has run yet), and its sequence
-    in the target."""
+    in the target. Particles that share a sequence have the same text."""
 
     slot: int
     root: int
@@ -160,7 +161,7 @@ class ModelProposal:
         for step in range(length):
             rows = [chain(self._sequences[slot], ids, above) for slot, ids in fed.items()]
             passes = run_rows(self._model, rows)
-            tokens = choose(torch.stack([_last(each) for each in passes]))
+            tokens = choose(torch.stack([_last(each) for each in passes]), range(len(lanes)))
             above = self._roots + step - 1
             for slot, token in zip(fed, tokens, strict=True):
                 self._drafts[slot].append(token)

@@ -14,10 +14,18 @@ from hasten.sampling import Sampler
 from hasten.smc import weights
 from hasten.smc.drafting import Block, Drafting
 from hasten.smc.info import SMCInfo
+from hasten.smc.keeping import Keeper
 from hasten.smc.laws import DraftLaw, Scores, TargetLaw
-from hasten.smc.options import SMCOptions, check_mix, check_params
+from hasten.smc.options import (
+    SMCOptions,
+    check_mix,
+    check_params,
+    draft_temperature,
+    ending_share,
+)
 from hasten.smc.population import Particle, Population
-from hasten.smc.proposals import Proposal, chain, require_particles, run_rows
+from hasten.smc.proposals import Proposal, require_particles
+from hasten.smc.verifying import Verified, verify
 from hasten.stopping import Cut, Stopper
 from hasten.targets.base import Target, check_prompt
 from hasten.text import TextStream
@@ -73,25 +81,30 @@ class SMCRun:
         info = target.info
         self._sampler = Sampler(params, info.vocab_size, info.eos_ids, len(prompt), seed)
         self._law = TargetLaw(self._sampler)
-        warm = options.draft_temperature
         draft_law = DraftLaw(
             self._sampler,
             info.eos_ids,
-            temperature=params.temperature if warm < 0 else warm,
+            temperature=draft_temperature(options, params.temperature),
+            ending=ending_share(options),
             mix=check_mix(options, proposal),
             name=proposal.name,
         )
         self._drafting = Drafting(proposal, draft_law, length=options.length, seed=seed)
         self._stopper = stopper or self._make_stopper()
+        single = options.population == "committed"
+        # Without tree masks each particle needs a sequence of its own, one lineage or not.
+        one = single and target.capabilities.tree
         self._population = Population(
             options.particles,
             self._make_stopper,
             seed=seed,
             resampler=options.resampler,
             threshold=options.threshold,
-            single=options.population == "committed",
+            single=single,
         )
+        self._keeper = Keeper(target, self._population, self._drafting, single=one)
         self._base: Any = None
+        self._passed: Pass | None = None
         self._owned = True
         self._emitted = self._index = 0
         self._drafted = self._rows = self._passes = self._collapsed = 0
@@ -104,10 +117,14 @@ class SMCRun:
             text = TextStream(self._tokenizer, params.stop, params.min_new_tokens)
         return Stopper(params, info.eos_ids, len(self.prompt), info.context_limit, text)
 
-    def lend(self, sequence: Any) -> None:
+    def lend(self, sequence: Any, passed: Pass | None = None) -> None:
         """Use `sequence`, which holds the prompt's first tokens (or none), instead of a fresh one.
-        It stays the caller's: at the end it is left open and holds the prompt."""
-        self._base, self._owned = sequence, False
+        It stays the caller's: at the end it is left open and holds the prompt.
+
+        passed  what a prefill of the whole prompt gave, with the proposal's taps; `sequence` holds
+                all of it then, and nothing of the prompt runs: for many answers to one prompt
+        """
+        self._base, self._passed, self._owned = sequence, passed, False
 
     def rounds(self) -> Iterator[Round]:
         """All rounds; closes the request at its end, or when the caller stops early."""
@@ -122,21 +139,17 @@ class SMCRun:
 
     def close(self) -> None:
         """Give back every sequence but a lent one. Safe to call twice and after an error."""
-        sequences = [p.sequence for p in self._population.particles if p.sequence is not None]
-        if self._base is not None and self._owned:
-            sequences.append(self._base)
-        for particle in self._population.particles:
-            particle.sequence = None
-        self._base = None
+        base, self._base = self._base, None
         try:
             self._drafting.close()
         finally:
-            for sequence in sequences:
-                self.target.close(sequence)
+            self._keeper.close()
+            if base is not None and self._owned:
+                self.target.close(base)
 
     # -- the prompt ------------------------------------------------------------------------------
 
-    def prefill(self) -> Round | None:
+    def prefill(self, others: int = 0) -> Round | None:
         """`start`, as `hasten.decode.Batch` calls it: the whole prompt runs at once."""
         return self.start()
 
@@ -155,10 +168,8 @@ class SMCRun:
         tokens = self._first_tokens(log_p)
         for particle, token in zip(self._population.particles, tokens, strict=True):
             self._extend(particle, [token], particle.stopper.push([token]), [row])
-        going = self._population.running
-        for particle in going:
-            particle.sequence = self.target.open(self._base)
-        if going:
+        self._keeper.open(self._base)
+        if self._population.running:
             began = time.perf_counter()
             self._drafting.begin(self.prompt, passed.hidden, self.options.particles)
             clock.draft = time.perf_counter() - began
@@ -169,6 +180,8 @@ class SMCRun:
 
     def _prefill(self, taps: Sequence[int]) -> Pass:
         """Run what the sequence doesn't hold of the prompt."""
+        if self._passed is not None:
+            return self._passed
         held = min(self._base.length, len(self.prompt) - 1)
         if held < self._base.length:
             self.target.truncate(self._base, held)
@@ -195,20 +208,18 @@ class SMCRun:
         """The next round: draft, one pass, weigh, extend, resample."""
         clock = _Clock(time.perf_counter())
         block = self._draft(clock)
-        passes = self._verify(block, clock)
+        found = self._verify(block, clock)
         counts, cuts = self._cut(block)
-        logits = [_logits(passed) for passed in passes]
-        scores = self._law.score(block.prefixes, block.tokens, counts, logits)
+        scores = self._law.score(block.prefixes, block.tokens, counts, found.logits, found.places)
         before = self._population.log_weights.clone()
         self._weigh(block, counts, scores)
         if self._population.live:
-            self._grow(block, counts, cuts, scores, logits)
+            self._grow(block, counts, cuts, scores, found)
             kept = block.length + 1
         else:
-            self._collapse(block, before, scores, logits)
+            self._collapse(block, before, scores, found)
             kept = 1
-        self._settle(block, kept, passes)
-        self._resample()
+        self._keeper.settle(block, kept, found, self._index)
         return self._close_round(clock, block.lanes[0].root)
 
     def _draft(self, clock: _Clock) -> Block:
@@ -223,24 +234,15 @@ class SMCRun:
         self._drafted += len(block.lanes) * block.length
         return block
 
-    def _verify(self, block: Block, clock: _Clock) -> list[Pass]:
-        """Run roots and drafts to the top: all particles in one pass where the target packs."""
+    def _verify(self, block: Block, clock: _Clock) -> Verified:
         began = time.perf_counter()
-        rows = [
-            chain(lane.sequence, [lane.root, *tokens])
-            for lane, tokens in zip(block.lanes, block.tokens, strict=True)
-        ]
-        top = self.target.info.num_layers
-        layers = (block.frontier, top) if block.frontier else None
-        taps = [t for t in self._drafting.taps if t > block.frontier] if block.length else []
-        passes = run_rows(self.target, rows, layers, taps)
+        found = verify(self.target, block, self._drafting.taps if block.length else ())
         synchronize(self.target)
         clock.target = time.perf_counter() - began
-        self._passes += 1 if self.target.capabilities.packed else len(rows)
-        ran = sum(len(each.tokens) for each in rows)
-        self._rows += ran
-        self._layer_rows = ran * top
-        return passes
+        self._passes += found.passes
+        self._rows += found.rows
+        self._layer_rows = found.rows * self.target.info.num_layers
+        return found
 
     def _weigh(self, block: Block, counts: Sequence[int], scores: Scores) -> None:
         """Add ``alpha log p - log q`` of each drafted token that counts; an ending one does."""
@@ -262,7 +264,7 @@ class SMCRun:
         counts: Sequence[int],
         cuts: Sequence[Cut],
         scores: Scores,
-        logits: Sequence[torch.Tensor],
+        found: Verified,
     ) -> None:
         """Take the drafts over, and a token of the target's after each that goes on."""
         live = {p.slot for p in self._population.live}
@@ -271,34 +273,37 @@ class SMCRun:
             for at, (p, cut) in enumerate(zip(block.particles, cuts, strict=True))
             if p.slot in live and cut.finish is None
         ]
-        bonus = dict(zip(going, self._bonus(block, going, scores.last, "smc-token"), strict=True))
+        drawn = self._bonus(block, going, scores.laws, scores.last, "smc-token")
+        bonus = dict(zip(going, drawn, strict=True))
         for at, particle in enumerate(block.particles):
             tokens, cut = block.tokens[at][: counts[at]], cuts[at]
             if at in bonus:
                 tokens, cut = [*tokens, bonus[at]], particle.stopper.push([bonus[at]])
-            self._extend(particle, tokens, cut, logits[at])
+            self._extend(particle, tokens, cut, self._raw(found, at))
 
     def _bonus(
-        self, block: Block, going: Sequence[int], log_probs: torch.Tensor, purpose: str
-    ) -> list[int]:
-        """Tokens of the target's own law (to its power, whose normaliser is a weight) for the
-        particles at these places of the block."""
-        if not going:
-            return []
-        picked = log_probs if len(going) == len(log_probs) else log_probs[list(going)]
-        law, totals = weights.powered(picked, self.options.alpha)
-        slots = [block.particles[at].slot for at in going]
-        self._population.add(slots, totals)
-        position = len(self.prompt) + len(block.particles[0].ids) + block.length
-        # A round undone draws at these positions again: never with the noise it was undone by.
-        return weights.draw(law, slots, self.seed, position, f"{purpose}-{self._index}")
-
-    def _collapse(
         self,
         block: Block,
-        before: torch.Tensor,
-        scores: Scores,
-        logits: Sequence[torch.Tensor],
+        going: Sequence[int],
+        laws: torch.Tensor,
+        of: Sequence[int],
+        purpose: str,
+    ) -> list[int]:
+        """Tokens of the target's own law (to its power, whose normaliser is a weight) for the
+        particles at these places of the block; ``of`` has each place's row of `laws`."""
+        if not going:
+            return []
+        used = sorted({of[at] for at in going})
+        rows = [used.index(of[at]) for at in going]
+        law, totals = weights.powered(laws[used], self.options.alpha)
+        slots = [block.particles[at].slot for at in going]
+        self._population.add(slots, totals[rows])
+        position = len(self.prompt) + len(block.particles[0].ids) + block.length
+        # A round undone draws at these positions again: never with the noise it was undone by.
+        return weights.draw(law, slots, self.seed, position, f"{purpose}-{self._index}", rows)
+
+    def _collapse(
+        self, block: Block, before: torch.Tensor, scores: Scores, found: Verified
     ) -> None:
         """No particle has any weight left: undo the drafts, draw a token from the target instead.
 
@@ -307,10 +312,15 @@ class SMCRun:
         self._collapsed += 1
         self._population.log_weights = before
         everyone = range(len(block.particles))
-        tokens = self._bonus(block, everyone, scores.first, "smc-again")
-        for particle, token, rows in zip(block.particles, tokens, logits, strict=True):
+        tokens = self._bonus(block, everyone, scores.laws, scores.first, "smc-again")
+        for at, (particle, token) in enumerate(zip(block.particles, tokens, strict=True)):
             self._population.restart(particle)
-            self._extend(particle, [token], particle.stopper.push([token]), rows)
+            cut = particle.stopper.push([token])
+            self._extend(particle, [token], cut, self._raw(found, at))
+
+    def _raw(self, found: Verified, at: int) -> Iterable[torch.Tensor]:
+        """Rows of raw logits of the particle at this place, where somebody asked for them."""
+        return () if self.params.logprobs is None else found.logits_of(at)
 
     def _extend(
         self, particle: Particle, tokens: Sequence[int], cut: Cut, rows: Iterable[torch.Tensor]
@@ -324,37 +334,6 @@ class SMCRun:
                 self._sampler.logprob(row, token, top)
                 for row, token in zip(rows, tokens, strict=False)
             )
-
-    def _settle(self, block: Block, kept: int, passes: Sequence[Pass]) -> None:
-        """Keep the rows of the particles that go on; free what the others hold."""
-        going = {p.slot for p in self._population.running}
-        stay = [at for at, p in enumerate(block.particles) if p.slot in going]
-        for at in stay:
-            self.target.commit(block.lanes[at].sequence, range(kept))
-        self._drafting.observe(block, stay, kept, [passes[at].hidden for at in stay])
-        gone = [p for p in block.particles if p.slot not in going]
-        for particle in gone:
-            self._drop(particle)
-        self._drafting.retire([p.slot for p in gone])
-
-    def _drop(self, particle: Particle) -> None:
-        if particle.sequence is not None:
-            self.target.close(particle.sequence)
-            particle.sequence = None
-
-    def _resample(self) -> None:
-        """Resample where weights are uneven, and let sequences follow: only the dead are copied
-        over, and a copy shares what it can with its source."""
-        population = self._population
-        if not population.running:
-            return
-        copies = population.resample(self._index)
-        for to, source in copies.items():
-            self._drop(population.particles[to])
-            held = population.particles[source].sequence
-            if held is not None:
-                population.particles[to].sequence = self.target.open(held)
-        self._drafting.fork(copies)
 
     # -- what comes out --------------------------------------------------------------------------
 
@@ -406,8 +385,3 @@ class SMCRun:
             copies=population.copies,
             collapsed=self._collapsed,
         )
-
-
-def _logits(passed: Pass) -> torch.Tensor:
-    assert passed.logits is not None
-    return passed.logits

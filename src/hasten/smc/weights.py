@@ -45,22 +45,30 @@ def powered(log_probs: torch.Tensor, alpha: float) -> tuple[torch.Tensor, torch.
 
 
 def draw(
-    log_probs: torch.Tensor, slots: Sequence[int], seed: int, position: int, purpose: str
+    log_probs: torch.Tensor,
+    slots: Sequence[int],
+    seed: int,
+    position: int,
+    purpose: str,
+    of: Sequence[int] | None = None,
 ) -> list[int]:
-    """One id from each law ``(n, vocab)``, with noise keyed by (seed, position, purpose, slot).
+    """One id for each slot, with noise keyed by (seed, position, purpose, slot).
+
+    Slot i draws from row ``of[i]`` of the laws ``(n, vocab)``; None: from row i.
 
     Two Gumbel-max races, over blocks of ids and inside the winner, as in `hasten.keyed.draw`.
     """
-    count, vocab = log_probs.shape
-    masses = F.pad(log_probs.exp(), (0, -vocab % _BLOCK)).view(count, -1, _BLOCK)
+    vocab = log_probs.shape[1]
+    masses = F.pad(log_probs.exp(), (0, -vocab % _BLOCK)).view(len(log_probs), -1, _BLOCK)
     masses = masses.cpu() if masses.device.type == "mps" else masses
     home = masses.device
     lanes = torch.tensor(list(slots), device=home).unsqueeze(1) * _LANE
-    sums = masses.sum(2, dtype=torch.float64)
+    rows = torch.tensor(list(range(len(slots)) if of is None else of), device=home)
+    sums = masses.sum(2, dtype=torch.float64)[rows]
     numbers = torch.arange(sums.shape[1], device=home)
     noise = keyed.gumbels(seed, position, purpose + "#block", lanes + numbers)
     block = (sums.log() + noise).argmax(1, keepdim=True)
-    inside = masses.gather(1, block.unsqueeze(2).expand(-1, 1, _BLOCK)).squeeze(1)
+    inside = masses[rows, block.squeeze(1)]
     ids = block * _BLOCK + torch.arange(_BLOCK, device=home)
     noise = keyed.gumbels(seed, position, purpose, lanes + ids)
     winner = (inside.double().log() + noise).argmax(1, keepdim=True)
