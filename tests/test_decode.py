@@ -8,6 +8,7 @@ import pytest
 
 import hasten.decode
 import hasten.decoding
+import hasten.opening
 import hasten.readback
 from hasten.decode import decode
 from hasten.decoding import Decoding
@@ -214,6 +215,7 @@ def test_time_goes_where_it_was_spent(size: int, monkeypatch: pytest.MonkeyPatch
     clock = Clock()
     monkeypatch.setattr(hasten.decode, "time", clock)
     monkeypatch.setattr(hasten.decoding, "time", clock)
+    monkeypatch.setattr(hasten.opening, "time", clock)
     monkeypatch.setattr(hasten.readback, "time", clock)
     target = ToyTarget(packed=True, eos_ids=())
 

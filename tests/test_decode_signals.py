@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hasten.decode import decode
-from hasten.decoding import PREFILL_CHUNK
 from hasten.drafters.base import BaseDrafter, DraftContext
+from hasten.opening import PREFILL_CHUNK
 from hasten.policies.base import FixedPolicy, PlanContext
 from hasten.types import (
     Budget,

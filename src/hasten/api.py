@@ -7,12 +7,11 @@ import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields, replace
 from inspect import signature
-from operator import index
 from typing import Any
 
 from hasten import methods
+from hasten.asking import as_ids, merge
 from hasten.decode import decode
 from hasten.decoding import Decoding
 from hasten.errors import CapabilityError, ContextError, OptionError
@@ -32,8 +31,6 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 logger = logging.getLogger(__name__)
 
 DEFAULT_METHOD = "auto"
-
-_PARAMS = {f.name for f in fields(SamplingParams)}
 
 
 def load(
@@ -107,6 +104,7 @@ class LLM:
         params     a `SamplingParams`; or its fields as keywords (``max_new_tokens=100,
                    temperature=0.7``)
         trace      keep the rounds in ``result.rounds``
+        rule       with ``cospec``: a `hasten.arbitration.rules.Rule` instead of the method's
         """
         return self.stream(prompt, **options).finish()
 
@@ -199,11 +197,15 @@ class LLM:
         requests = [
             self._request(p, params=s, **options) for p, s in zip(prompts, each, strict=True)
         ]
+        self._answer(requests)
+        return [r.result() for r in requests]
+
+    def _answer(self, requests: Sequence[Request]) -> None:
+        """Run requests of one method together to their end."""
         with self._lock, ExitStack() as opened:
             self._share_prompts(requests, opened)
             for index, made in decode([r.decoding for r in requests]):
                 requests[index].take(made)
-        return [r.result() for r in requests]
 
     def _share_prompts(self, requests: Sequence[Request], opened: ExitStack) -> None:
         """Run a prompt given several times only once: each of its requests continues a fork, and
@@ -254,7 +256,7 @@ class LLM:
         self, prompt: Prompt, *, template: bool = True, system: str | None = None
     ) -> list[int]:
         """Ids of a prompt as `generate` runs them."""
-        ids = _as_ids(prompt)
+        ids = as_ids(prompt)
         if ids is not None:
             if system is not None:
                 raise OptionError(
@@ -322,18 +324,23 @@ class LLM:
         template: bool = True,
         system: str | None = None,
         trace: bool = False,
+        rule: Any = None,
         **options: Any,
     ) -> Request:
         """Check everything and build the request; nothing has run yet."""
-        params = _merge(params, options)
+        params = merge(params, options)
         spec = self.method if method is None else self.prepare(method)
         verifier: Verifier | None = None
-        if not methods.get(spec.name).population:
+        kind = methods.get(spec.name)
+        if not (kind.population or kind.arbitrates):
             _, verifier = pick_verifier(verify, greedy=params.is_greedy)
         elif verify is not None:
+            why = "rejects nothing" if kind.population else "has a rule of its own"
             raise OptionError(
-                "verify", f"plays no part in {spec.name}, which rejects nothing", "Leave it out"
+                "verify", f"plays no part in {spec.name}, which {why}", "Leave it out"
             )
+        if rule is not None and not kind.arbitrates:
+            raise OptionError("rule", f"plays no part in {spec.name}", "It is for cospec")
         ids = self.tokenize(prompt, template=template, system=system)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         text = (
@@ -341,7 +348,11 @@ class LLM:
             if self.tokenizer is not None
             else None
         )
-        drafting = self._prepared[spec]()
+        maker = self._prepared[spec]
+        if isinstance(maker, methods.ArbitratedMaker):
+            *drafting, verifier = maker.arrange(rule)
+        else:
+            drafting = list(maker())
         return Request(self, ids, params, seed, str(spec), drafting, verifier, text, trace)
 
     def _borrow(self, ids: Sequence[int]) -> Any:
@@ -370,40 +381,3 @@ class LLM:
         """Hold a finished request's sequence for the next turn."""
         self._drop_kept()
         self._kept = (list(ids[: sequence.length]), sequence)
-
-
-def _as_ids(prompt: Any) -> list[int] | None:
-    """The ids of a prompt given as ids; None for text and messages. Raises OptionError."""
-    if hasattr(prompt, "tolist"):  # an array or a tensor, maybe with a batch of one
-        prompt = prompt.tolist()
-        if len(prompt) == 1 and isinstance(prompt[0], list):
-            prompt = prompt[0]
-    if isinstance(prompt, str):
-        return None
-    if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Sequence):
-        hint = "Give its input_ids" if hasattr(prompt, "input_ids") else ""
-        raise OptionError("prompt", f"must be text, ids or messages, got {prompt!r}", hint)
-    if any(isinstance(each, Mapping) for each in prompt):
-        return None
-    try:
-        if any(isinstance(each, bool) for each in prompt):
-            raise TypeError
-        return [index(each) for each in prompt]
-    except TypeError:
-        raise OptionError("prompt", "must be one row of ids, text or messages") from None
-
-
-def _merge(params: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
-    """`params` with `options` laid over it. Raises OptionError for an unknown name."""
-    unknown = [name for name in options if name not in _PARAMS]
-    if unknown:
-        raise OptionError(
-            unknown[0],
-            "no such option",
-            f"Options: {', '.join(sorted(_PARAMS))}, method, verify, template, system, trace",
-        )
-    if params is None:
-        return SamplingParams(**options)
-    if not isinstance(params, SamplingParams):
-        raise OptionError("params", f"must be a SamplingParams, got {params!r}")
-    return replace(params, **options)

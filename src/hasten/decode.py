@@ -3,7 +3,8 @@
 Streaming, batches, trees and sampling are inputs to it, not variants of it. A target pass serves
 all active requests at a time (packed into one where the target can, else they take turns); requests
 join and leave between passes. Every emitted token is the target's own: a drafter changes speed,
-never text.
+never text. The methods that aren't lossless say so: `smc`, and `cospec`, whose verifier may keep a
+draft's token.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class Batch:
             return []
         key, request = next(iter(self._joining.items()))
         try:
-            made = request.prefill() if request.finish is None else None
+            others = len(self) - 1
+            made = request.prefill(others) if request.finish is None else None
             if request.finish is not None and made is None:  # nothing was asked for
                 self.leave(key)
             elif made is not None:

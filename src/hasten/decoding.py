@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,15 +13,17 @@ from hasten.drafters.base import DraftContext, Drafter
 from hasten.drafts import check_draft, collapse, without_far_rows
 from hasten.errors import DrafterError, HastenError
 from hasten.judge import PassJudge
+from hasten.opening import Clock, Opening
 from hasten.passes import Staged, synchronize
 from hasten.policies.base import PlanContext, Policy
 from hasten.policies.sharing import Shared
-from hasten.readback import NOTHING, Readback, join
+from hasten.readback import NOTHING, Readback
 from hasten.sampling import Sampler
 from hasten.stopping import Stopper
 from hasten.targets.base import Target, check_prompt
 from hasten.types import (
     Budget,
+    Decision,
     Draft,
     DraftTree,
     FinishReason,
@@ -33,31 +34,13 @@ from hasten.types import (
     SamplingParams,
     Times,
 )
-from hasten.verify import Verifier, walk
-
-PREFILL_CHUNK = 256
-"""Prompt rows run at a time, so that no (prompt x vocab) tensor is ever held, and that others who
-share the target don't wait for a long prompt."""
+from hasten.verify import Verifier, walk, wanted_by
 
 MOST_UNSEEN = 64
 """Rounds the drafter may lag behind while nothing is drafted."""
 
 
-@dataclass(slots=True)
-class _Clock:
-    """Seconds of the round being made."""
-
-    started: float = 0.0
-    draft: float = 0.0
-    target: float = 0.0
-    draft_model: float = 0.0
-    prompt: float = 0.0
-    """Of the parts of a prompt run so far."""
-    shared: float = 0.0
-    """Wall time since `started` that other requests of a batch used; it isn't this round's."""
-
-
-class Decoding:
+class Decoding(Opening):
     """One request on its way: prompt, options, drafter, policy, and its sequence in the target.
 
     Life: ``start()`` (prefill, round 0), then ``propose()`` -> a pass -> ``settle()`` per round
@@ -111,8 +94,17 @@ class Decoding:
         self._idle = False
         """Nothing is drafted in this shared pass: what it says can be told to the drafter later."""
         self._unseen: list[Round] = []
-        self.staged = Staged(target, drafter.needs.hidden)
-        self._clock = _Clock()
+        self._opening: RowSignals | None = None
+        self._aside: dict[int, torch.Tensor] = {}
+        """States of rounds the drafter hasn't seen, by layer."""
+        self._wants = wanted_by(verifier)
+        self.taps = tuple(sorted({*needs.hidden, *self._wants.taps}))
+        """Layers whose outputs drafter and verifier want from each pass."""
+        self.staged = Staged(target, self.taps)
+        opens = self._wants.every and len(prompt) > 1 and not info.whole_prompt
+        self._root = self.prompt_len - 1 if opens else self.prompt_len
+        self._decisions: tuple[Decision, ...] = ()
+        self._clock = Clock()
         self._begun = False
         # Asked once: after a pass whatever is touched is cold, and a round touches it every time.
         self.accelerated = info.device.type == "cuda"
@@ -127,85 +119,6 @@ class Decoding:
             embed=target.embed if drafter.needs.embeddings else None,
         )
 
-    def lend(self, sequence: Any, signals: RowSignals | None = None) -> None:
-        """Use `sequence`, which holds the prompt's first tokens (or none), instead of a fresh one.
-        It stays the caller's: at the end it is left open, holding all tokens but the last
-        emitted. `signals` are those of what it holds, where `read` gave some."""
-        self._sequence, self._owned = sequence, False
-        self._prompt_signals = [] if signals is None else [signals]
-
-    # -- prefill ---------------------------------------------------------------------------------
-
-    def start(self) -> Round:
-        """Run the prompt and emit the first token."""
-        while (made := self.prefill()) is None:
-            pass
-        return made
-
-    def prefill(self) -> Round | None:
-        """Run the next part of the prompt; after the last one round 0, with the first token."""
-        clock = self._clock
-        clock.started = time.perf_counter() - clock.prompt
-        rest = self._unread()
-        step = self._prompt_step(len(rest))
-        if step < len(rest):
-            self._prompt_signals.append(self.read(self._sequence, rest[:step])[1])
-            clock.prompt = time.perf_counter() - clock.started
-            return None
-        if self._remaining() <= 1:  # nothing will be drafted: the last row is enough
-            passed, signals = self._last_row(rest)
-        else:
-            passed, last = self.read(self._sequence, rest)
-            signals = join([*self._prompt_signals, last])
-        self._prompt_signals.clear()
-        self._begun = True
-        self._guard("begin", self.drafter.begin, tuple(self.ids), signals)
-        logits = passed.logits
-        assert logits is not None
-        best = self._read.argmax(passed, NOTHING)
-        token = PassJudge(self.sampler, self.ids, logits, best).choose(0, ())
-        return self._close_round(None, (), (token,), logits, NOTHING)
-
-    def _unread(self) -> list[int]:
-        """What of the prompt the sequence doesn't hold yet: its last token at least."""
-        if self._sequence is None:
-            self._sequence = self.target.open()
-        held = min(self._sequence.length, self.prompt_len - 1)
-        if held < self._sequence.length:
-            self.target.truncate(self._sequence, held)
-        return self.ids[held : self.prompt_len]
-
-    def _prompt_step(self, rows: int) -> int:
-        """How many of so many prompt rows to run now."""
-        whole = self.target.info.whole_prompt
-        # Another target chooses its own steps, unless top-k of all rows is read back.
-        wanted = self.drafter.needs.prompt or self.target.capabilities.packed
-        return rows if whole or not wanted or self._remaining() <= 1 else PREFILL_CHUNK
-
-    def _last_row(self, tokens: Sequence[int]) -> tuple[Pass, RowSignals]:
-        """Run `tokens` as plain decoding does; the last row's logits and signals."""
-        needs, prefill = self.drafter.needs, partial(self.target.prefill, self._sequence)
-        if not needs.prompt:
-            return self._timed(lambda: prefill(tokens)), NOTHING
-        passed = self._timed(lambda: prefill(tokens, taps=needs.hidden))
-        last = Pass(passed.logits, {layer: rows[-1:] for layer, rows in passed.hidden.items()})
-        return last, self._read.rows(last, self._prompt_needs)
-
-    def read(self, sequence: Any, tokens: Sequence[int]) -> tuple[Pass, RowSignals]:
-        """Run part of a prompt into `sequence`: the last row's logits, and the signals that the
-        drafter wants of the prompt's rows (all of them None where it wants none)."""
-        needs, prefill = self._prompt_needs, partial(self.target.prefill, sequence)
-        if not needs.prompt:
-            return self._timed(lambda: prefill(tokens)), NOTHING
-        parts: list[RowSignals] = []
-        step = len(tokens) if self.target.info.whole_prompt else PREFILL_CHUNK
-        for at in range(0, len(tokens), step):
-            run = partial(prefill, tokens[at : at + step], taps=needs.hidden)
-            passed = self._timed(partial(run, all_logits=needs.topk > 0))
-            parts.append(self._read.rows(passed, needs))
-        assert passed.logits is not None
-        return Pass(passed.logits[-1:]), join(parts)
-
     # -- one round -------------------------------------------------------------------------------
 
     def propose(self) -> Rows:
@@ -217,7 +130,7 @@ class Decoding:
     def draft(self, others: int = 0) -> None:
         """Plan and draft, for a pass shared with `others` requests. Then `narrow`, or `choose`
         among the `candidates`."""
-        clock = self._clock = _Clock(started=time.perf_counter())
+        clock = self._clock = Clock(started=time.perf_counter())
         self._read.seconds = 0.0
         self.staged.layer_rows = 0
         budget = self._budget(others)
@@ -263,7 +176,9 @@ class Decoding:
         remaining = self._remaining()
         plan = self.policy.plan(PlanContext(len(self.ids), remaining, others))
         nodes = self._most_rows or plan.nodes
-        return Budget(max(nodes, 1), max(min(plan.depth, remaining - 1), 0))
+        # The target's own token comes last, unless the last one too may be a draft's.
+        room = remaining if self._wants.every else remaining - 1
+        return Budget(max(nodes, 1), max(min(plan.depth, room), 0))
 
     def _remaining(self) -> int:
         """How many tokens may still come: ``max_new_tokens`` and the context limit (counted in
@@ -293,8 +208,13 @@ class Decoding:
         self._clock.target += seconds
         logits = passed.logits
         signals, best = self._read.round(passed, draft, self.ids, self._idle)
-        judge = PassJudge(self.sampler, self.ids, logits, best)
+        if self._idle and signals.hidden:
+            signals = self._set_aside(signals)
+        judge = PassJudge(
+            self.sampler, self.ids, logits, best, draft, passed.hidden, self.target.embed
+        )
         verdict = self.verifier(draft.tree, draft.q, judge)
+        self._decisions = verdict.decisions
         return self._close_round(draft, verdict.nodes, verdict.tokens, logits, signals)
 
     def _close_round(
@@ -319,22 +239,45 @@ class Decoding:
         start = (self._index, tokens, tree, nodes, sources)
         end = (cut.finish, cut.stop_reason, self.staged.layer_rows)
         self._unseen.append(Round(*start, signals, logprobs, Times(), *end))
-        if not self._idle or cut.finish is not None or len(self._unseen) >= MOST_UNSEEN:
+        ended = cut.finish is not None and not self.drafter.needs.late
+        if not self._idle or ended or len(self._unseen) >= MOST_UNSEEN:
             self._catch_up()
         self._index += 1
         # Rounds outlive the pass (metrics, traces): they must not keep its tensors alive.
         self.policy.learn(Round(*start, NOTHING, logprobs, self._times(), *end))
+        answered = len(self.ids) - self.prompt_len
+        decisions = tuple(d for d in self._decisions if d.position < answered)
         # what the policy took is part of the round
-        return Round(*start, NOTHING, logprobs, self._times(), *end)
+        return Round(*start, NOTHING, logprobs, self._times(), *end, decisions)
 
     def _times(self) -> Times:
         clock = self._clock
         total = time.perf_counter() - clock.started - clock.shared
         return Times(total, clock.draft, clock.target, self._read.seconds, clock.draft_model)
 
+    def _set_aside(self, signals: RowSignals) -> RowSignals:
+        """Signals of a lone row with the states in memory of the request's own: slices of the
+        pass's would keep bits of every pass alive, and scatter the heap with them."""
+        place = len(self._unseen)
+        for layer, rows in signals.hidden.items():
+            if layer not in self._aside:
+                self._aside[layer] = rows.new_empty(MOST_UNSEEN, rows.shape[1])
+            self._aside[layer][place : place + 1] = rows
+        hidden = {layer: self._aside[layer][place : place + 1] for layer in signals.hidden}
+        return replace(signals, hidden=hidden)
+
     def _catch_up(self) -> None:
-        """Tell the drafter of rounds it hasn't seen."""
+        """Tell the drafter of the prompt and of rounds it hasn't seen.
+
+        Beside others that waits until it drafts: where it never does, it never needs to know."""
+        if self._opening is not None:
+            signals, self._opening = self._opening, None
+            self._begun, started = True, time.perf_counter()
+            self._guard("begin", self.drafter.begin, tuple(self.ids[: self._root]), signals)
+            if self._index:  # late: it's no part of this round
+                self.wait(time.perf_counter() - started)
         unseen, self._unseen = self._unseen, []
+        self._aside = {}  # the drafter may keep parts of it
         for round in unseen:
             self._guard("observe", self.drafter.observe, round)
 
@@ -392,11 +335,6 @@ class Decoding:
         """
         purpose = "token" if self.verifier is walk else f"draft-{self._index}"
         return self.sampler.draw(probs, position, count, purpose)
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """Layers whose outputs the drafter wants from each pass."""
-        return self.drafter.needs.hidden
 
     def wait(self, seconds: float) -> None:
         """Leave out wall time that belongs to other requests of the batch."""

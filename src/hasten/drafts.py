@@ -90,6 +90,7 @@ def collapse(draft: Draft) -> Draft:
         frontiers=draft.frontiers,
         sources=tuple(draft.sources[n] for n in path) if draft.sources else (),
         ranks=tuple(draft.ranks[n] for n in path) if draft.ranks else (),
+        laws={i: draft.laws[n] for i, n in enumerate(path) if n in draft.laws},
     )
 
 
@@ -113,4 +114,5 @@ def prune(draft: Draft, keep: Sequence[int]) -> Draft:
         q={new[n]: q for n, q in draft.q.items() if n in new},
         sources=tuple([draft.sources[n] for n in old]) if draft.sources else (),
         ranks=tuple([draft.ranks[n] for n in old]) if draft.ranks else (),
+        laws={new[n]: law for n, law in draft.laws.items() if n in new},
     )

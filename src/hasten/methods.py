@@ -75,6 +75,39 @@ class RequestMaker:
         return RequestMaker(self._make, {kind: each.fork() for kind, each in self._shared.items()})
 
 
+def _no_pair(shared: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Whoever asks for a drafter and a policy alone would verify by the target's law, and quietly
+    answer otherwise than the method."""
+    raise OptionError(
+        "method",
+        "keeps a draft's tokens against the model by a rule, which can't be followed here",
+        "Use hasten.load(...).generate, or another method",
+    )
+
+
+class ArbitratedMaker(RequestMaker):
+    """A prepared method whose requests bring a verifier of their own, which may keep a draft's
+    token against the target's (`hasten.arbitration`). Called, as other makers are, it raises
+    OptionError.
+
+    draft    identifies what drafts, as a fingerprint identifies weights
+    arrange  makes a request's drafter, policy and verifier; the argument decides at mismatches
+             instead of the rule of the method's options, where it isn't None
+    """
+
+    def __init__(self, draft: str, arrange: Callable[[Any], tuple[Any, Any, Any]]) -> None:
+        super().__init__(_no_pair)
+        self.draft, self._arrange = draft, arrange
+
+    def arrange(self, rule: Any = None) -> tuple[Any, Any, Any]:
+        """A new drafter, policy and verifier."""
+        return self._arrange(rule)
+
+    def fork(self) -> ArbitratedMaker:
+        """Requests share nothing."""
+        return self
+
+
 @dataclass(frozen=True, slots=True)
 class MethodContext:
     """What a method is prepared with, once per loaded model.
@@ -108,6 +141,7 @@ class Method:
               said.
     population  answered by a population of particles (`hasten.smc`), not round by round with a
               verifier: `prepare` makes `(Proposal, SMCOptions)` pairs.
+    arbitrates  its requests have a verifier of their own: `prepare` makes an `ArbitratedMaker`.
     """
 
     name: str
@@ -120,6 +154,7 @@ class Method:
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     trees: bool = False
     population: bool = False
+    arbitrates: bool = False
 
 
 @dataclass(frozen=True, slots=True)

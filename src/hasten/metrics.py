@@ -2,6 +2,7 @@
 
 All speeds are *decode only*: from the first token on. The prefill (round 0) counts in `new_tokens`,
 `time_to_first_token_s` and `end_to_end_s`, never in passes, accepted lengths or tokens per second.
+Where the first token is a pass's (``cospec``), that pass counts in all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class Summary:
     kept path reached depth d - 1 and had something drafted below it (see
     `conditional_acceptance`). ``layer_rows`` counts rows x layers of the target run after the
     prefill, drafting included: where nothing runs twice it is what the passes' rows and the layers
-    say, however the rows were drafted.
+    say, however the rows were drafted. ``mismatches`` counts places where the draft's token wasn't
+    the target's and a rule decided, ``overrides`` those where the draft's was kept (``cospec``).
     """
 
     new_tokens: int = 0
@@ -33,7 +35,11 @@ class Summary:
     accepted: int = 0
     draft_rounds: int = 0
     layer_rows: int = 0
+    mismatches: int = 0
+    overrides: int = 0
     prefill_s: float = 0.0
+    opening_s: float = 0.0
+    """Of the rounds up to the first token, where the prefill brings none."""
     decode_s: float = 0.0
     draft_s: float = 0.0
     target_s: float = 0.0
@@ -48,11 +54,17 @@ class Summary:
 
     def add(self, round: Round) -> None:
         """Count one round."""
+        waiting = self.rounds and not self.new_tokens
         self.new_tokens += len(round.emitted)
         self.rounds += 1
         if round.tree is None:
             self.prefill_s += round.times.total
             return
+        if waiting:
+            self.opening_s += round.times.total
+        if round.decisions:
+            self.mismatches += len(round.decisions)
+            self.overrides += sum(each.kept for each in round.decisions)
         self.target_passes += 1
         self.pass_tokens += len(round.emitted)
         self.layer_rows += round.layer_rows
@@ -117,6 +129,11 @@ class Summary:
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
+    def override_rate(self) -> float:
+        """Share of mismatches where the draft's token was kept, in [0, 1]."""
+        return self.overrides / self.mismatches if self.mismatches else 0.0
+
+    @property
     def layer_rows_per_round(self) -> float:
         """Rows x layers of the target run per round: its layers in plain decoding, (j + 1) times as
         many where j drafted tokens are verified and nothing runs twice."""
@@ -129,8 +146,8 @@ class Summary:
 
     @property
     def time_to_first_token_s(self) -> float:
-        """Seconds of the prefill round."""
-        return self.prefill_s
+        """Seconds up to the first token: those of the prefill round, mostly."""
+        return self.prefill_s + self.opening_s
 
     @property
     def end_to_end_s(self) -> float:

@@ -164,7 +164,7 @@ def prove(
     Prompts that are empty or leave no room in the context are skipped, and listed.
     """
     spec = llm.prepare(llm.method if method is None else method)
-    judge = _Judge(llm, reference)
+    explainer = Explainer(llm, reference)
     proof = Proof(str(spec), llm.target.info.dtype == torch.float32)
     for index, prompt in enumerate(prompts):
         greedy = SamplingParams(max_new_tokens=max_new_tokens)
@@ -177,14 +177,14 @@ def prove(
                 proof.skipped.append((index, str(error)))
                 break
             other = llm.generate(plain.prompt_tokens, method=spec, params=params, verify=verify)
-            check = Check(index, rule, len(plain.tokens), judge.explain(params, plain, other))
+            check = Check(index, rule, len(plain.tokens), explainer.explain(params, plain, other))
             proof.checks.append(check)
             if on_check is not None:
                 on_check(check)
     return proof
 
 
-class _Judge:
+class Explainer:
     """Explains differences; loads the float32 reference when the first one needs it."""
 
     def __init__(self, llm: LLM, reference: Callable[[], Target] | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hasten.decode import decode
@@ -11,7 +11,7 @@ from hasten.metrics import Summary
 from hasten.smc.run import SMCRun
 from hasten.stopping import Stopper
 from hasten.text import TextStream
-from hasten.types import Result, Round, SamplingParams
+from hasten.types import Decision, Result, Round, SamplingParams
 from hasten.verify import Verifier
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Request:
         params: SamplingParams,
         seed: int,
         method: str,
-        drafting: tuple[Any, Any],
+        drafting: Sequence[Any],
         verifier: Verifier | None,
         text: TextStream | None,
         trace: bool,
@@ -70,6 +70,7 @@ class Request:
         self.rounds: list[Round] = []
         self.tokens: list[int] = []
         self.logprobs: list[Any] = []
+        self.overrides: list[Decision] = []
         self.metrics = Summary()
         self.last: Round | None = None
 
@@ -83,6 +84,7 @@ class Request:
         self.metrics.add(made)
         self.tokens.extend(made.emitted)
         self.logprobs.extend(made.logprobs)
+        self.overrides.extend(each for each in made.decisions if each.kept)
         self.last = made
         if self.trace:
             self.rounds.append(made)
@@ -102,6 +104,7 @@ class Request:
             metrics=self.metrics,
             rounds=tuple(self.rounds),
             population=getattr(self.decoding, "info", None),
+            overrides=tuple(self.overrides),
         )
 
 

@@ -7,7 +7,7 @@ commit, observe.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -110,6 +110,40 @@ class ExtraRows:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftLaw:
+    """What a drafter says comes after a node, before the request's options.
+
+    logits  ``(n,)`` in any float dtype: of all ids, or of the drafter's own
+    spread  turns them into logits of all ids ``(vocab,)``, -inf where it has none; None: they are
+    hidden  the drafter's state that they come from ``(size,)``; None: not asked for
+    """
+
+    logits: torch.Tensor
+    spread: Callable[[torch.Tensor], torch.Tensor] | None = None
+    hidden: torch.Tensor | None = None
+
+    def wide(self) -> torch.Tensor:
+        """Logits of all ids, float32 ``(vocab,)``."""
+        logits = self.logits.to(torch.float32)
+        return logits if self.spread is None else self.spread(logits)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A place where the draft's token wasn't the target's, and whose was kept (``cospec``).
+
+    position         index into the answer
+    drafted, target  the two tokens
+    kept             True: the draft's, against the target; False: the target's
+    """
+
+    position: int
+    drafted: int
+    target: int
+    kept: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Draft:
     """What a drafter proposes for one round.
 
@@ -134,6 +168,9 @@ class Draft:
     ranks: tuple[int, ...] = ()
     """How good each node is within its source (0 is best, or a match length): with the source and
     the depth it is what a budget policy predicts acceptance from; may be empty."""
+    laws: Mapping[int, DraftLaw] = field(default_factory=dict)
+    """What the drafter says after a node, whether or not its children were drawn; from drafters
+    made with ``laws=True`` only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +193,8 @@ class Signals:
     prompt     the same signals for the prompt's rows too, handed to ``begin``.
     prompt_topk  False: the prompt's rows come without top-k, which costs a quarter of reading them.
     sparse     rounds of a shared pass in which nothing was drafted may come without top-k.
+    late       nothing outlives the request, so that beside others prompt and rounds may be told
+               when the next draft is wanted, or never.
     """
 
     topk: int = 0
@@ -165,6 +204,7 @@ class Signals:
     prompt: bool = False
     prompt_topk: bool = True
     sparse: bool = False
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +280,8 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One turn of the loop. Round 0 is the prefill: it emits the first token and drafts nothing.
+    """One turn of the loop. Round 0 is the prefill: it emits the first token and drafts nothing
+    (no token where the first one is drafted too, `hasten.verify.Wants.every`).
 
     tree      what was verified; None for the prefill.
     accepted  indices of the kept nodes, the root first; () for the prefill.
@@ -262,6 +303,8 @@ class Round:
     stop_reason: int | str | None = None
     """The end-of-sequence id or the stop string that ended the request; None for a length."""
     layer_rows: int = 0
+    decisions: tuple[Decision, ...] = ()
+    """Of ``cospec``: where the draft's token wasn't the target's."""
 
     @property
     def drafted(self) -> int:
@@ -277,6 +320,7 @@ class Result:
     text          their text without special tokens and without the stop string
     metrics       see `hasten.metrics.Summary`
     population    of ``smc``: the weighted answers it was picked from (`hasten.smc.info.SMCInfo`)
+    overrides     of ``cospec``: where the draft's token was kept against the target's, in order
     seed          the seed actually used
     """
 
@@ -291,3 +335,4 @@ class Result:
     metrics: Any
     rounds: tuple[Round, ...] = ()
     population: Any = None
+    overrides: tuple[Decision, ...] = ()

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from hasten.errors import OptionError
-from hasten.types import DraftTree
+from hasten.types import Decision, DraftTree
 
 
 class Judge(Protocol):
@@ -51,13 +51,33 @@ class Judge(Protocol):
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """`nodes`: the kept path, the root first. `tokens`: what is emitted; ``tokens[i]`` follows
-    ``nodes[i]``, so both have the same length."""
+    ``nodes[i]``, so both have the same length. `decisions`: see `hasten.types.Decision`."""
 
     nodes: tuple[int, ...]
     tokens: tuple[int, ...]
+    decisions: tuple[Decision, ...] = ()
 
 
 Verifier = Callable[[DraftTree, Mapping[int, torch.Tensor], Judge], Verdict]
+
+
+@dataclass(frozen=True, slots=True)
+class Wants:
+    """What a verifier asks of the loop; one that has such an attribute `wants` gets it.
+
+    taps   layers whose outputs the judge shows (`hasten.judge.PassJudge.hidden`)
+    every  every token of an answer may be a draft's: the first one too (the prompt's last token is
+           the first root), and the last one that the answer's length allows
+    """
+
+    taps: tuple[int, ...] = ()
+    every: bool = False
+
+
+def wanted_by(verifier: Verifier) -> Wants:
+    """What `verifier` wants; most want nothing."""
+    wants = getattr(verifier, "wants", None)
+    return wants if isinstance(wants, Wants) else Wants()
 
 
 def walk(tree: DraftTree, q: Mapping[int, torch.Tensor], judge: Judge) -> Verdict:
@@ -78,7 +98,8 @@ def rejection(tree: DraftTree, q: Mapping[int, torch.Tensor], judge: Judge) -> V
     while True:
         node = nodes[-1]
         if node in q and children[node]:
-            token, kept = _try_drawn(tree, children[node], q[node], judge, node, tokens)
+            p = judge.probs(node, tokens)
+            token, kept = try_drawn(tree, children[node], p, q[node], judge, tokens)
         else:
             token = judge.choose(node, tokens)
             kept = next((c for c in children[node] if tree.tokens[c] == token), None)
@@ -88,11 +109,16 @@ def rejection(tree: DraftTree, q: Mapping[int, torch.Tensor], judge: Judge) -> V
         nodes.append(kept)
 
 
-def _try_drawn(
-    tree: DraftTree, kids: list[int], q: torch.Tensor, judge: Judge, node: int, path: list[int]
+def try_drawn(
+    tree: DraftTree,
+    kids: Sequence[int],
+    p: torch.Tensor,
+    q: torch.Tensor,
+    judge: Judge,
+    path: Sequence[int],
 ) -> tuple[int, int | None]:
-    """Accept one of `kids` (drawn from q without replacement) or draw from what is left of p."""
-    p = judge.probs(node, path)
+    """Accept one of `kids` (drawn from q without replacement) or draw from what is left of p; the
+    token, and the kid it is (None: a draw)."""
     q = q.to(device=p.device, dtype=torch.float32).clone()
     for index, kid in enumerate(kids):
         token = tree.tokens[kid]

@@ -81,6 +81,7 @@ def test_bad_options_are_named_as_they_are_typed(
 ) -> None:
     line = told(run("serve", "--model", "/no/such/model", "--port", "0", *options))
     assert line.startswith(start), line
+    assert ".." not in line
 
 
 def test_a_method_that_cannot_be_loaded_is_told_at_the_start(

@@ -29,6 +29,7 @@ from hasten.verify import VERIFIERS, Verifier
 from tests.conformance.drafters import KINDS, KNOWING, ResumingTree, TestDrafter
 from tests.conformance.toy_target import ToyTarget, ToyTokenizer
 from tests.exits import exit_tensors
+from tests.policies import lede_cases
 
 REGISTERED: dict[str, tuple[str, ...]] = {
     "ar": ("ar",),
@@ -65,6 +66,11 @@ REGISTERED: dict[str, tuple[str, ...]] = {
         "early-exit:lookup,modules=toy",
     ),
     "del": ("del,modules=toy,exits=0+2,ending=both",),
+    "lede": (
+        "lede,modules=toy,arms=toy/lede_arms.npz",
+        "lede,modules=toy,arms=toy/lede_arms.npz,retrieval=off,online=off",
+        "lede:paper,modules=toy,agent=toy/lede.npz",
+    ),
     "auto": ("auto",),
 }
 """How each registered method is prepared here; `load_other` knows the models named, ``modules=toy``
@@ -116,7 +122,9 @@ def _exiting(text: str, target: ToyTarget) -> methods.RequestMaker:
     if key not in _EXITING:
         spec = methods.parse(text.replace("=toy", f"={toy_modules(info)}"))
         context = methods.MethodContext(target, ToyTokenizer(), load_other, COSTS)
+        passes = target.passes
         _EXITING[key] = methods.prepare(spec, context)
+        target.passes = passes  # `lede` times questions between passes of its own
     return _EXITING[key]
 
 
@@ -133,6 +141,7 @@ def toy_modules(info: TargetInfo) -> Path:
         made = [exit_tensors.config(kind, at, size, deep_at=(2, 4)) for kind, at in kinds]
         tensors = [(each, exit_tensors.random_tensors(each)) for each in made]
         store.save(folder, info.fingerprint, range(0, info.vocab_size, 2), tensors, {})
+        lede_cases.save_files(folder, info)
     return folder
 
 
@@ -148,7 +157,7 @@ TREE_DRAFTERS: dict[str, MakeDrafter] = {**DRAFTERS, ResumingTree.name: _toy(Res
 DRAWING = {"drawn", "drawn-tree", "mixed"} | {
     t
     for t in DRAFTERS
-    if t.startswith(("draft-model", "early-exit", "del,"))
+    if t.startswith(("draft-model", "early-exit", "del,", "lede:paper"))
     and "draw=off" not in t
     and not t.startswith("early-exit:lookup")
 }

@@ -12,7 +12,15 @@ from hasten.drafters.base import BaseDrafter, DraftContext
 from hasten.policies.base import FixedPolicy, PlanContext, Policy
 from hasten.policies.budget import AcceptanceBook, BudgetPolicy
 from hasten.policies.cost import CostModel
-from hasten.types import Budget, Draft, DraftTree, Round, SamplingParams, Signals
+from hasten.types import (
+    Budget,
+    Draft,
+    DraftTree,
+    Round,
+    RowSignals,
+    SamplingParams,
+    Signals,
+)
 from tests.conformance.harness import (
     COSTS,
     DRAWING,
@@ -123,6 +131,82 @@ def test_a_drafter_that_paused_has_seen_everything_when_it_is_asked_again(sparse
         read = [r.signals.topk_ids is not None for r in drafter.rounds[1:]]
         assert all(read) != sparse, "a paused drafter that can spare it gets no top-k"
         assert all(len(r.signals.hidden[1]) == len(r.tree or ()) for r in drafter.rounds[1:])
+
+
+class Late(Recorder):
+    """A recorder that may be told late."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__(sparse=True)
+        self.needs = Signals(topk=2, hidden=(1,), prompt=True, sparse=True, late=True)
+        self.calls: list[str] = []
+        self.start = start
+
+    def begin(self, prompt: Sequence[int], signals: RowSignals) -> None:
+        assert len(prompt) == 12
+        assert len(signals.hidden[1]) == 12
+        self.calls.append("begin")
+
+    def observe(self, round: Round) -> None:
+        self.calls.append("observe")
+        super().observe(round)
+
+    def end(self) -> None:
+        self.calls.append("end")
+
+
+class From(FixedPolicy):
+    """Drafts from its n-th round on."""
+
+    __slots__ = ("left",)
+
+    def __init__(self, start: int) -> None:
+        super().__init__(nodes=3)
+        self.left = start
+
+    def plan(self, context: PlanContext) -> Budget:
+        self.left -= 1
+        return Budget(3 if self.left < 0 else 1, 2)
+
+
+def test_where_memory_ends_with_the_request_a_drafter_is_told_at_its_first_draft_or_never() -> None:
+    target = ToyTarget(packed=True, eos_ids=())
+    drafters = [Late(100), Late(9)]
+    batch = Batch(target)
+    for key, drafter in enumerate(drafters):
+        made = request(target, prompt_of(key), GREEDY, drafter, policy=From(drafter.start))
+        batch.join(key, made)
+    while batch.joining:
+        batch.read_prompt()
+    answers: dict[int, list[int]] = {0: [], 1: []}
+    while len(batch):
+        for key, round in batch.step():
+            assert isinstance(round, Round)
+            answers[key] += round.emitted
+        if len(answers[1]) == 8:
+            assert drafters[1].calls == []
+    never, late = drafters
+    # The first to join is alone then, and told at once; the other never needs to be.
+    assert never.calls[:2] == ["begin", "observe"]
+    assert late.calls[0] == "begin"
+    assert late.calls[-1] == "end"
+    assert late.drafts > 2
+    for key in answers:
+        plain = target.plain(prompt_of(key), GREEDY)
+        assert answers[key] == plain[1:]
+
+
+def test_a_request_that_never_drafts_beside_others_never_begins() -> None:
+    target = ToyTarget(packed=True, eos_ids=())
+    drafters = [Late(100), Late(100)]
+    batch = Batch(target)
+    for key, drafter in enumerate(drafters):
+        batch.join(key, request(target, prompt_of(key), GREEDY, drafter, policy=From(100)))
+    while batch.joining:
+        batch.read_prompt()
+    while len(batch):
+        list(batch.step())
+    assert drafters[1].calls == [] or drafters[0].calls == []
 
 
 class Fails(BaseDrafter):

@@ -248,6 +248,46 @@ def test_a_dear_drafter_pauses_where_a_cheap_one_does_not() -> None:
     assert dear.count(0) > 150
 
 
+def crowd(known: AcceptanceBook, others: int, played: int = 6) -> list[int]:
+    """Rounds of one request beside `others`, none of whose drafts comes true; nodes asked for."""
+    table = costs(9.0)
+    policy = BudgetPolicy(table, known)
+    asked = []
+    for index in range(played):
+        budget = policy.plan(PlanContext(100, 100, others))
+        asked.append(budget.nodes)
+        draft = chain(budget.nodes) if budget.nodes > 1 else None
+        if draft is not None:
+            policy.weigh(draft)
+            policy.keep(draft, (), 0.0)
+        tree = DraftTree((0,), (-1,))
+        policy.learn(Round(index, (99,), tree, times=Times(12e-3, 2e-3, 9e-3)))
+    return asked
+
+
+def test_a_request_that_joins_a_crowd_where_drafting_never_paid_only_looks_now_and_then() -> None:
+    known = AcceptanceBook()
+    assert crowd(known, 15)[0] > 1, "the first one finds out"
+    looks = [crowd(known, 15)[0] > 1 for _ in range(16)]
+    assert looks.count(True) == 2
+    assert crowd(known, 1)[0] > 1, "a smaller crowd is another matter"
+    assert crowd(known, 0)[0] > 1
+    copy = known.fork()
+    assert crowd(copy, 15)[0] == 1
+    known.reset()
+    assert crowd(known, 15)[0] > 1
+
+
+def test_a_pause_made_in_a_crowd_is_short_for_who_is_left_alone() -> None:
+    known = AcceptanceBook()
+    for _ in range(3):
+        crowd(known, 15)
+    policy = BudgetPolicy(costs(9.0), known)
+    assert policy.plan(PlanContext(100, 100, 15)).nodes == 1
+    asked = [policy.plan(PlanContext(100, 100, 0)).nodes for _ in range(LONGEST_PAUSE + 1)]
+    assert asked[-1] > 1
+
+
 # -- counts ----------------------------------------------------------------------------------------
 
 

@@ -83,6 +83,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, chat(top_logprobs=5), "top_logprobs"),
     (CHAT, chat(logprobs=True, top_logprobs=21), "top_logprobs"),
     (CHAT, chat(min_tokens=9, max_tokens=5), "min_tokens"),
+    (CHAT, chat(min_tokens=2**40), "min_tokens"),
     (CHAT, chat(stream="yes"), "stream"),
     (CHAT, chat(stream_options={"include_usage": True}), "stream_options"),
     (CHAT, chat(stream=True, stream_options={"more": True}), "stream_options.more"),

@@ -56,6 +56,21 @@ class Stack:
     note: str
 
 
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A round: colour, the exit drafted from (None: none), tokens of the draft's longest path, and
+    how many were kept."""
+
+    color: str
+    exit: int | None
+    length: int
+    kept: int
+
+
+MOST_ROUNDS = 96
+"""Rounds of a timeline; later ones are left out."""
+
+
 # -- drawings --------------------------------------------------------------------------------------
 
 
@@ -188,6 +203,35 @@ def stacks(bars: Sequence[Stack], width: int, title: str, text: str) -> str:
                 start += length
             words = _words("ink", _SMALL, ha="left")
             axes.annotate(bar.note, (start, at + 28), (6, 0), textcoords="offset points", **words)
+        return _svg(figure, title, text)
+
+
+def timeline(drafts: Sequence[Draft], width: int, title: str, text: str) -> str:
+    """Rounds from left to right: a bar for each draft, filled as far as it was kept, and above it a
+    dash at the exit it came from."""
+    shown = drafts[: MOST_ROUNDS if width > NARROW else MOST_ROUNDS // 3]
+    count = max(len(shown), 1)
+    with _figure(width, 226) as figure:
+        bars = _axes(figure, 36, 24, width - 44, 92)
+        bars.set_xlim(-1, count)
+        bars.set_ylim(0, max([1, *(draft.length for draft in shown)]))
+        dots = _axes(figure, 36, 142, width - 44, 60)
+        dots.set_xlim(-1, count)
+        tall = max([4, *(draft.exit or 0 for draft in shown)])
+        dots.set_ylim(-0.1 * tall, 1.1 * tall)
+        for axes, name in ((bars, "tokens drafted and kept"), (dots, "exit (layers run)")):
+            _value_axis(axes, "y")
+            words = _words("muted", _SMALL, ha="left", va="bottom")
+            axes.text(0, 1.04, name, transform=axes.transAxes, **words)
+        for at, draft in enumerate(shown):
+            color = _slot(draft.color)
+            bars.bar(at, draft.length, width=0.8, facecolor="none", edgecolor=color, lw=1)
+            bars.bar(at, draft.kept, width=0.8, color=color)
+            if draft.exit is not None:
+                # no marker: those are drawn by references to ids
+                dots.barh(draft.exit, 0.8, height=0.09 * tall, left=at - 0.4, color=color)
+        _value_axis(bars, "x")
+        bars.grid(visible=False, axis="x")
         return _svg(figure, title, text)
 
 

@@ -55,6 +55,8 @@ class Row:
     - ``near_ties``, ``faults``, ``unexplained``: the prompts that aren't identical, by kind; a
       fault is a lossless method's difference without excuse
     - ``differences`` (overall only): one line for each of them
+    - ``choices``, ``choices_of_one``, ``decisions`` (overall only, of methods that draft from
+      exits): see `hasten.bench.drafted.drafted_from`
     """
 
     method: str

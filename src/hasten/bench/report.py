@@ -14,6 +14,7 @@ from typing import Any
 
 from hasten.bench.output import Report
 from hasten.bench.report_charts import cards, speedup_charts, split
+from hasten.bench.report_lede import COLORS, exits_section
 from hasten.bench.report_tables import COLUMNS, groups, sameness, states
 from hasten.errors import OptionError
 
@@ -108,13 +109,14 @@ def _view(report: Report) -> dict[str, Any]:
         "busy": bool(facts.get("busy")),
         "headline": [(name, _plain(facts[key])) for name, key in _HEADLINE if facts.get(key)],
         "prompts": max((row.prompts for row in report.rows), default=0),
-        "palette": palette(len(colors)),
+        "palette": palette(max(len(colors), COLORS)),
         "colors": colors,
         "legend_methods": [(method, colors[method]) for method in drafting],
         "columns": [name for name, _ in COLUMNS],
         "groups": groups(report, colors),
         "speedup_charts": speedup_charts(report, drafting, colors),
         "cards": cards(report, drafting, colors),
+        "exits": exits_section(report, colors),
         "split": split(report),
         "states": states(report),
         "sameness": sameness(report),

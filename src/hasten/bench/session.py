@@ -23,8 +23,9 @@ from hasten.bench.peers import Peer, PeerContext, make_peers
 from hasten.bench.prompts import Suite, SuiteRow
 from hasten.bench.states import Entry, forget, own_state
 from hasten.bench.stats import Answer, Difference, Item, Measured
+from hasten.choices import choice
 from hasten.errors import ContextError, OptionError
-from hasten.types import SamplingParams
+from hasten.types import Round, SamplingParams
 
 BASELINE = "ar"
 """Plain decoding: always measured, and what speedups are relative to."""
@@ -74,6 +75,7 @@ class _MethodContestant:
         """Drive the rounds; the clock is the wall's, so everything the loop does counts."""
         if self._cold:
             forget(self._llm, self._spec)
+        rounds: list[Round] = []
         started = first = last = time.perf_counter()
         with self._llm.stream(
             list(ids), method=self._spec, params=params, verify=self._verify
@@ -82,7 +84,9 @@ class _MethodContestant:
                 last = time.perf_counter()
                 if made.tree is None:
                     first = last
+                rounds.append(made)
             result = stream.result
+            drafter = getattr(stream._request.decoding, "drafter", None)
         return Answer(
             tokens=result.tokens,
             decode_tokens=result.metrics.pass_tokens,
@@ -90,6 +94,9 @@ class _MethodContestant:
             ttft_s=first - started,
             passes=result.metrics.target_passes,
             summary=result.metrics,
+            choices=tuple(choice(made) for made in rounds if made.tree is not None),
+            decided=getattr(drafter, "decided", 0),
+            deciding_s=getattr(drafter, "deciding_s", 0.0),
         )
 
 

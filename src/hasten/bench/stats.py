@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from hasten.bench.drafted import drafted_from
 from hasten.bench.output import OVERALL, Row
+from hasten.choices import Choice
 from hasten.metrics import Summary
 
 RESAMPLES = 2000
@@ -28,6 +30,8 @@ class Answer:
     ttft_s         seconds to the first output
     passes         passes after the first output; None when a peer doesn't tell
     summary        hasten's own counts; None for peers
+    choices        what each round drafted, the prefill left out; none of peers
+    decided, deciding_s   decisions of a learned policy, and the seconds they took
     """
 
     tokens: tuple[int, ...]
@@ -36,6 +40,9 @@ class Answer:
     ttft_s: float
     passes: int | None = None
     summary: Summary | None = None
+    choices: tuple[Choice, ...] = ()
+    decided: int = 0
+    deciding_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +204,7 @@ def _row(
     }
     if category == OVERALL:
         extra["differences"] = [d.text for d in here]
+        extra |= drafted_from(chosen, [items[i].row_id for i in places])
     return Row(
         method=method,
         category=category,

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from hasten.builtin import adapld, auto, basic, early_exit, guessing, racer, smc, suffix
+from hasten.builtin import (
+    adapld,
+    auto,
+    basic,
+    cospec,
+    early_exit,
+    guessing,
+    lede,
+    racer,
+    smc,
+    suffix,
+)
 
 METHODS = (
     *basic.METHODS,
@@ -11,6 +22,8 @@ METHODS = (
     *adapld.METHODS,
     *guessing.METHODS,
     *early_exit.METHODS,
+    *lede.METHODS,
     *auto.METHODS,
     *smc.METHODS,
+    *cospec.METHODS,
 )

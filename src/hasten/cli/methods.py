@@ -38,13 +38,15 @@ def methods(name: Name = None, json: Json = False) -> None:
 
 
 def _print_all(chosen: list[Method]) -> None:
-    rows = table("method", "what it does", "needs", "lossless", "variants")
-    rows.columns[0].no_wrap = True
+    rows = table("method", "lossless", "what it does")
+    rows.columns[0].no_wrap = rows.columns[1].no_wrap = True
     for method in chosen:
-        variants = ", ".join(f":{v}" for v in method.variants)
-        rows.add_row(
-            Text(method.name, style="bold"), method.summary, method.needs, method.lossless, variants
-        )
+        said = Text(method.summary)
+        if method.needs != "nothing":
+            said.append(f"\nneeds {method.needs}", style="dim")
+        if method.variants:
+            said.append(f"\nvariants {', '.join(f':{v}' for v in method.variants)}", style="dim")
+        rows.add_row(Text(method.name, style="bold"), method.lossless, said)
     console = out()
     console.print(rows)
     console.print(

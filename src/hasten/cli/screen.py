@@ -128,6 +128,7 @@ def stats_table(summary: Summary, method: str, dtype: str = "") -> Table:
     """The figures of one answer, or of several merged."""
     from hasten.methods import get, parse
 
+    kind = get(parse(method).name)
     rows = grid()
     rows.add_row("method", f"{method}{f' in {dtype}' if dtype else ''}")
     rows.add_row(
@@ -142,11 +143,17 @@ def stats_table(summary: Summary, method: str, dtype: str = "") -> Table:
     )
     if summary.drafted:
         kept = f"{summary.acceptance_rate:.0%} of {summary.drafted} drafted tokens kept"
-    elif get(parse(method).name).population:
+    elif kind.population:
         kept = "none: particles are weighed, not rejected"
     else:
         kept = "nothing drafted"
     rows.add_row("acceptance", kept)
+    if kind.arbitrates:
+        rows.add_row(
+            "overrides",
+            f"{summary.overrides} of {summary.mismatches} mismatches: the draft's token was kept "
+            "against the model's",
+        )
     parts = ", ".join(f"{label} {summary.per_pass_ms(name):.2f}" for name, label in _SPLIT)
     rows.add_row("ms per pass", f"{summary.per_pass_ms('decode'):.2f} ({parts})")
     return rows
@@ -164,6 +171,8 @@ def summary_json(summary: Summary) -> dict[str, Any]:
         "accepted",
         "mean_accepted_length",
         "acceptance_rate",
+        "mismatches",
+        "overrides",
     )
     timed = ("tokens_per_s", "time_to_first_token_s", "end_to_end_s")
     figures: dict[str, Any] = {name: getattr(summary, name) for name in names + timed}

@@ -8,63 +8,100 @@ from typing import Any
 
 from rich.text import Text
 
+from hasten.choices import Choice, choice, exits_drafted
 from hasten.cli.screen import out, table, write
 from hasten.text import Detokenizer
 from hasten.types import Result, Round
 
-Piece = tuple[str, bool]
-"""Some text, and whether it was drafted."""
+OWN, DRAFTED, OVERRIDDEN = range(3)
+"""Whose a token is: the model's, the draft's, or the draft's against the model (``cospec``)."""
 
-GREEN, BRACKETS = ("\x1b[1;32m", "\x1b[0m"), ("‹", "›")
-"""What is put around drafted tokens, on a terminal with colours and elsewhere."""
+Piece = tuple[str, int]
+"""Some text, and whose it is."""
+
+Marks = tuple[tuple[str, str], ...]
+COLOURS: Marks = (("", ""), ("\x1b[1;32m", "\x1b[0m"), ("\x1b[1;33m", "\x1b[0m"))
+BRACKETS: Marks = (("", ""), ("‹", "›"), ("«", "»"))
+"""What is put around each kind, on a terminal with colours and elsewhere."""
 
 
 def print_trace(tokenizer: Any, result: Result) -> None:
     """Print both parts to standard output."""
     console = out()
     coloured = console.color_system in ("standard", "256", "truecolor")
-    marks, legend = (GREEN, "green") if coloured else (BRACKETS, "in ‹ ›")
+    marks = COLOURS if coloured else BRACKETS
+    names = ("green", "yellow") if coloured else ("in ‹ ›", "in « »")
     rounds = list(_by_round(tokenizer, result))
-    console.print(f"drafted and kept: {legend}; the model's own: plain", style="dim")
+    against = f"; kept against the model: {names[1]}" if result.overrides else ""
+    console.print(f"drafted and kept: {names[0]}{against}; the model's own: plain", style="dim")
+    choices = [choice(round) for round, _ in rounds]
+    from_exits = exits_drafted(choices)
+    if from_exits:
+        console.print(_TOKENS, style="dim")
     write(_marked((piece for _, pieces in rounds for piece in pieces), marks) + "\n\n")
-    rows = table("round", "drafted", "kept", "ms", "text")
+    rows = table("round", "drafted", "kept", "ms", *(_DRAFTS if from_exits else ()), "text")
     for column in rows.columns[:4]:
         column.justify = "right"
-    rows.columns[4].overflow = "fold"
-    for round, pieces in rounds:
-        text = _marked(((_visible(piece), drafted) for piece, drafted in pieces), marks)
+    for column in rows.columns[4:]:
+        column.overflow = "fold"
+    for (round, pieces), chosen in zip(rounds, choices, strict=True):
+        text = _marked(((_visible(piece), whose) for piece, whose in pieces), marks)
         drafted, kept = "prompt", ""
         if round.tree is not None:
             drafted, kept = str(round.drafted), str(len(round.accepted) - 1)
         spent = f"{1e3 * round.times.total:.1f}"
-        rows.add_row(str(round.index), drafted, kept, spent, Text.from_ansi(text))
+        more = (chosen.name if kept else "", tokens_told(chosen)) if from_exits else ()
+        rows.add_row(str(round.index), drafted, kept, spent, *more, Text.from_ansi(text))
     console.print(rows)
 
 
+_DRAFTS = ("from", "tokens")
+_TOKENS = "tokens: each kept one by its exit (c: copy, s: stored), a dot for a refused one"
+
+
+def tokens_told(chosen: Choice) -> str:
+    """A round's drafted tokens in a few letters: ``44·``, two kept from exit 4 and one refused."""
+    letters = [word.removeprefix("exit ") if "exit" in word else word[:1] for word in chosen.kept]
+    wide = any(len(letter) > 1 for letter in letters)
+    return (" " if wide else "").join(letters) + "·" * (chosen.drafted - len(chosen.kept))
+
+
 def _by_round(tokenizer: Any, result: Result) -> Iterator[tuple[Round, list[Piece]]]:
-    """Each round with its pieces of text and whether each came from the draft.
+    """Each round with its pieces of text and whose each is.
 
     A character spread over several tokens belongs to the last of them. What follows the answer's
     end (a stop string) is left out.
     """
     words = Detokenizer(tokenizer)
-    left = len(result.text)
+    left, at = len(result.text), 0
+    against = {each.position for each in result.overrides}
     for round in result.rounds:
         pieces = []
         for place, token in enumerate(round.emitted, 1):
             piece = words.push((token,))
             if round is result.rounds[-1] and place == len(round.emitted):
                 piece += words.flush()
-            pieces.append((piece[:left], place < len(round.accepted)))
-            left -= len(pieces[-1][0])
+            whose = OVERRIDDEN if at in against else DRAFTED if _drafted(round, place) else OWN
+            pieces.append((piece[:left], whose))
+            left, at = left - len(pieces[-1][0]), at + 1
         yield round, pieces
 
 
-def _marked(pieces: Iterator[Piece], marks: tuple[str, str]) -> str:
-    """Pieces as one text, each run of drafted ones between the marks."""
+def _drafted(round: Round, place: int) -> bool:
+    """Whether a round's token (`place` from 1) stood in its draft. The last one may, without its
+    node being kept: it is the next round's root."""
+    tree = round.tree
+    if tree is None or place < len(round.accepted):
+        return tree is not None
+    node = (round.accepted[-1], round.emitted[place - 1])
+    return node in zip(tree.parents, tree.tokens, strict=True)
+
+
+def _marked(pieces: Iterator[Piece], marks: Marks) -> str:
+    """Pieces as one text, each run of a kind between its marks."""
     runs = groupby((p for p in pieces if p[0]), key=lambda piece: piece[1])
-    texts = ((drafted, "".join(text for text, _ in run)) for drafted, run in runs)
-    return "".join(f"{marks[0]}{text}{marks[1]}" if drafted else text for drafted, text in texts)
+    texts = ((marks[whose], "".join(text for text, _ in run)) for whose, run in runs)
+    return "".join(f"{before}{text}{after}" for (before, after), text in texts)
 
 
 def _visible(text: str) -> str:

@@ -13,9 +13,11 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 from hasten.cli import options as opt
+from hasten.cli import train_arbiter
 from hasten.cli.guard import INTERRUPTED, Commands
 from hasten.cli.screen import err, load_model, out, table
 from hasten.cli.train_exits import exits
+from hasten.cli.train_lede import lede
 from hasten.errors import OptionError
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ def main(context: typer.Context) -> None:
 
 
 app.command("exits")(exits)
+app.add_typer(lede, name="lede")
+app.add_typer(train_arbiter.app, name="arbiter")
 
 
 OutFolder = Annotated[

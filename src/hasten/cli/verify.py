@@ -16,6 +16,7 @@ from hasten.errors import OptionError
 
 if TYPE_CHECKING:
     from hasten.api import LLM, Prompt
+    from hasten.arbitration.examine import Examination
     from hasten.prove import Proof
     from hasten.targets.base import Target
 
@@ -54,7 +55,8 @@ def verify(
     The exit code is 1 when one differs without excuse. In float32, and with hasten's own kernels in
     any precision, every answer must be identical; else a difference is excused only as a measured
     near tie, re-scored in the same precision and in float32. smc isn't lossless: how far it is
-    off is estimated instead, and the exit code is 0.
+    off is estimated instead, and the exit code is 0. cospec isn't either: its loop is checked with
+    the rule target, which must be lossless, and what its own rule overrides is counted.
     """
     opt.sampling(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
     if temperature == 0:
@@ -71,10 +73,20 @@ def verify(
     prompts = make_prompts(llm)
     from hasten.methods import get
 
-    if get(llm.method.name).population:
+    kind = get(llm.method.name)
+    if kind.population:
         verify_smc.diagnose(llm, prompts, max_new_tokens, temperature, seed, json)
         return
     reference = _reference(llm, model, loading.get("device"))
+    if kind.arbitrates:
+        found = _examine(llm, prompts, reference, max_new_tokens, seed)
+        if json:
+            print_json(_examined_json(found, llm, suite))
+        else:
+            _print_examined(found, llm, suite)
+        if not found.proof.ok:
+            raise typer.Exit(1)
+        return
     proof = _prove(llm, prompts, reference, max_new_tokens, temperature, seed)
     if json:
         print_json(_as_json(proof, llm, suite))
@@ -151,16 +163,87 @@ def _prove(
         )
 
 
+def _examine(
+    llm: LLM,
+    prompts: list[Prompt],
+    reference: Callable[[], Target] | None,
+    max_new_tokens: int,
+    seed: int,
+) -> Examination:
+    from hasten.arbitration.examine import examine
+
+    with counting(f"{llm.method} against plain decoding", len(prompts)) as bar:
+        return examine(
+            llm,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            reference=reference,
+            on_prompt=lambda: bar.advance(bar.task_ids[0]),
+        )
+
+
+def _print_examined(found: Examination, llm: LLM, suite: str) -> None:
+    console, proof = out(), found.proof
+    _print_heading(proof.method, llm, suite)
+    console.print("not lossless, by design: only greedy answers are compared", style="yellow")
+    same, count = proof.count("greedy")
+    console.print(f"  with the rule target: {same}/{count} identical")
+    _print_differences(proof)
+    if proof.ok:
+        console.print("the loop is lossless where the rule keeps nothing", style="bold green")
+    else:
+        console.print(_verdict(proof, native=llm.target.info.kernels == "native"))
+    totals = found.totals
+    console.print(
+        f"  with its own rule: {found.answers - found.differ}/{found.answers} identical; of "
+        f"{totals.mismatches} mismatches the draft's token was kept at {totals.overrides} "
+        f"({totals.override_rate:.1%}), in {totals.new_tokens} tokens, "
+        f"{totals.mean_accepted_length:.2f} a pass"
+    )
+
+
+def _examined_json(found: Examination, llm: LLM, suite: str) -> dict[str, Any]:
+    totals = found.totals
+    return {
+        **_as_json(found.proof, llm, suite),
+        "sampled": None,
+        "own_rule": {
+            "identical": found.answers - found.differ,
+            "total": found.answers,
+            "tokens": totals.new_tokens,
+            "mismatches": totals.mismatches,
+            "overrides": totals.overrides,
+            "mean_accepted_length": totals.mean_accepted_length,
+        },
+    }
+
+
+def _print_heading(method: str, llm: LLM, suite: str) -> None:
+    info = llm.target.info
+    kernels = f", {info.kernels} kernels" if info.kernels else ""
+    out().print(
+        f"{method} against plain decoding: {info.name} in {info.precision} "
+        f"({info.engine} engine{kernels}), suite {suite}"
+    )
+
+
+def _print_differences(proof: Proof) -> None:
+    for check in proof.checks:
+        if check.difference is not None:
+            out().print(
+                f"  prompt {check.prompt}, {check.rule}: {check.difference.describe()}",
+                soft_wrap=True,
+            )
+    for index, why in proof.skipped:
+        err().print(f"skipped prompt {index}: {why}", soft_wrap=True)
+
+
 def _print(proof: Proof, llm: LLM, suite: str, temperature: float) -> None:
     from hasten.methods import get
 
-    console = out()
-    info = llm.target.info
-    kernels = f", {info.kernels} kernels" if info.kernels else ""
-    console.print(
-        f"{proof.method} against plain decoding: {info.name} in {info.precision} "
-        f"({info.engine} engine{kernels}), suite {suite}"
-    )
+    console, info = out(), llm.target.info
+    _print_heading(proof.method, llm, suite)
     lossless = get(llm.method.name).lossless
     if lossless != "yes":
         console.print(
@@ -173,14 +256,7 @@ def _print(proof: Proof, llm: LLM, suite: str, temperature: float) -> None:
                 f"  {label}: {same}/{count} identical", style="green" if same == count else "yellow"
             )
         )
-    for check in proof.checks:
-        if check.difference is not None:
-            console.print(
-                f"  prompt {check.prompt}, {check.rule}: {check.difference.describe()}",
-                soft_wrap=True,
-            )
-    for index, why in proof.skipped:
-        err().print(f"skipped prompt {index}: {why}", soft_wrap=True)
+    _print_differences(proof)
     console.print(_verdict(proof, native=info.kernels == "native"))
 
 

@@ -104,7 +104,9 @@ class Auto(BaseDrafter):
         taps = () if exits is None else exits.taps
         # A prompt's candidates cost a quarter of reading it, and spare one pass in seventy.
         asks = exits is not None
-        self.needs = Signals(topk=breadth, hidden=taps, prompt=asks, prompt_topk=False, sparse=True)
+        self.needs = Signals(
+            topk=breadth, hidden=taps, prompt=asks, prompt_topk=False, sparse=True, late=True
+        )
         self._suffix = Suffix(eos_ids=eos_ids)
         self._successors = SuccessorTable(start=start)
 

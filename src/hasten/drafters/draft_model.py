@@ -15,7 +15,7 @@ import torch
 from hasten.drafters.base import BaseDrafter, DraftContext, ModelRunner
 from hasten.errors import ModelError, OptionError
 from hasten.selection import argmax_rows
-from hasten.types import Budget, Draft, DraftTree, Round, Rows, RowSignals
+from hasten.types import Budget, Draft, DraftLaw, DraftTree, Round, Rows, RowSignals
 
 
 class DraftModel(BaseDrafter):
@@ -27,6 +27,7 @@ class DraftModel(BaseDrafter):
     draw         draw from q (needed for `rejection` to accept more than `match`); else take the
                  argmax. A greedy request always takes the argmax.
     threshold    stop drafting when the draft model's own probability of its token falls below this
+    laws         tell what the model says at each node (`Draft.laws`), its last state too
     """
 
     name = "draft-model"
@@ -39,13 +40,15 @@ class DraftModel(BaseDrafter):
         num_tokens: int = 4,
         draw: bool = True,
         threshold: float = 0.0,
+        laws: bool = False,
     ) -> None:
         if num_tokens < 1:
             raise OptionError("draft-model.num_tokens", f"must be at least 1, got {num_tokens}")
         if not 0 <= threshold < 1:
             raise OptionError("draft-model.threshold", f"must be in [0, 1), got {threshold}")
         self.model, self.num_tokens, self.vocab_size = model, num_tokens, vocab_size
-        self.draw, self.threshold = draw, threshold
+        self.draw, self.threshold, self.laws = draw, threshold, laws
+        self._taps: dict[str, Any] = {"taps": (model.info.num_layers,)} if laws else {}
         self._sequence: Any = None
         self._ids: list[int] = []
 
@@ -66,34 +69,45 @@ class DraftModel(BaseDrafter):
         if count < 1 or max(ids[self._sequence.length :]) >= self.model.info.vocab_size:
             return Draft(root)
         started = time.perf_counter()
-        logits = self._catch_up()
+        passed = self._catch_up()
         ctx.model_seconds += time.perf_counter() - started
         draft: list[int] = []
         q: dict[int, torch.Tensor] = {}
+        laws: dict[int, DraftLaw] = {}
         while True:
             started = time.perf_counter()
+            logits = passed.logits[-1]
             token, probs = self._next(ctx, [*ids, *draft], logits)
             ctx.model_seconds += time.perf_counter() - started
             if token is None:
                 break
             if probs is not None:
                 q[len(draft)] = probs
+            if self.laws:
+                state = passed.hidden[self.model.info.num_layers][-1]
+                laws[len(draft)] = DraftLaw(logits, self._wide, state)
             draft.append(token)
             if len(draft) == count:
                 break
             started = time.perf_counter()
             row = len(draft) - 1
-            (out,) = self.model.forward([Rows(self._sequence, (token,), (row - 1,))])
+            rows = Rows(self._sequence, (token,), (row - 1,))
+            (passed,) = self.model.forward([rows], **self._taps)
             ctx.model_seconds += time.perf_counter() - started
-            logits = out.logits[-1]
-        return Draft(DraftTree.chain(ids[-1], draft), q=q)
+        return Draft(DraftTree.chain(ids[-1], draft), q=q, laws=laws)
 
-    def _catch_up(self) -> torch.Tensor:
-        """Run what the draft model hasn't seen; logits ``(vocab,)`` after the pending root."""
+    def _catch_up(self) -> Any:
+        """Run what the draft model hasn't seen: the pass whose last row is the pending root."""
         self.model.rollback(self._sequence)
         missing = self._ids[self._sequence.length :]
-        out: torch.Tensor = self.model.prefill(self._sequence, missing).logits[-1]
-        return out
+        return self.model.prefill(self._sequence, missing, **self._taps)
+
+    def _wide(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits of all the target's ids; the draft model may know fewer, or have more rows."""
+        known = min(logits.shape[0], self.vocab_size)
+        wide = torch.full((self.vocab_size,), -torch.inf, device=logits.device)
+        wide[:known] = logits[:known]
+        return wide
 
     def _next(
         self, ctx: DraftContext, prefix: list[int], logits: torch.Tensor
@@ -108,10 +122,8 @@ class DraftModel(BaseDrafter):
             if self.threshold and float(logits[:known].float().softmax(-1)[token]) < self.threshold:
                 return None, None
             return token, None
-        wide = torch.full((self.vocab_size,), -torch.inf, device=logits.device)
-        wide[:known] = logits[:known]
         try:
-            probs = ctx.warp(prefix, wide)
+            probs = ctx.warp(prefix, self._wide(logits))
         except (OptionError, ModelError):  # the options leave nothing that this model knows
             return None, None
         # The stop is decided from q alone, before the draw: deciding after it would bias the

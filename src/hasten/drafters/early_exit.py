@@ -19,7 +19,7 @@ from hasten.errors import CapabilityError, ModelError, OptionError
 from hasten.exits.bank import ExitBank
 from hasten.policies.exits import DRAFT, SELECT, ExitPolicy, Outcome, Probe
 from hasten.selection import argmax_rows
-from hasten.types import Budget, Draft, DraftTree, Round, RowSignals, Signals
+from hasten.types import Budget, Draft, DraftLaw, DraftTree, Round, RowSignals, Signals
 
 MAX_LENGTH = 12
 """Longest draft (second-hand: all dynamic methods of the LEDE paper stop there)."""
@@ -36,6 +36,7 @@ class EarlyExit(BaseDrafter):
     length    longest draft
     draw      draw from the module's distribution in a sampled request; off: take its likeliest id
     eos_ids   nothing is drafted after these
+    laws      tell what the module says at each node (`Draft.laws`)
 
     Nothing is decided from a drawn token but that nothing follows an end-of-sequence id, and a
     drawn token is never taken back: `rejection` stays exact. Nodes' sources are ``exit-LAYER``.
@@ -51,11 +52,12 @@ class EarlyExit(BaseDrafter):
         length: int = MAX_LENGTH,
         draw: bool = True,
         eos_ids: frozenset[int] = frozenset(),
+        laws: bool = False,
     ) -> None:
         if length < 1:
             raise OptionError("early-exit.length", f"must be at least 1, got {length}")
         self.bank, self.policy, self.length, self.draw = bank, policy, length, draw
-        self._eos_ids = eos_ids
+        self._eos_ids, self.laws = eos_ids, laws
         taps = {*bank.taps, *(bank.layers if policy.shadow else ())} - {0}
         self.needs = Signals(hidden=tuple(sorted(taps)), prompt=bool(bank.taps))
         self._session = ExitSession(bank)
@@ -99,6 +101,7 @@ class EarlyExit(BaseDrafter):
         layer, number = run.config.layer, probe.exit
         tokens: list[int] = []
         q: dict[int, torch.Tensor] = {}
+        laws: dict[int, DraftLaw] = {}
         rows = 1  # that have run up to the exit
         while True:
             token, probs = self._token(ctx, [*ctx.ids, *tokens], probe)
@@ -106,6 +109,8 @@ class EarlyExit(BaseDrafter):
                 break
             if probs is not None:
                 q[len(tokens)] = probs
+            if self.laws:
+                laws[len(tokens)] = DraftLaw(probe.logits, self._session.head.spread, probe.hidden)
             tokens.append(token)
             place = len(tokens)
             # A last row isn't probed: it runs its lower layers with the verification.
@@ -124,6 +129,7 @@ class EarlyExit(BaseDrafter):
             q=q,
             frontiers=(layer,) * rows if layer else (),
             sources=("", *[f"exit-{layer}"] * len(tokens)),
+            laws=laws,
         )
 
     def _probe(

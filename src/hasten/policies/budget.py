@@ -39,6 +39,9 @@ SHORTEST_PAUSE, LONGEST_PAUSE, LONGEST_SHARED_PAUSE = 2, 16, 64
 """Rounds without drafting before another look. In a shared pass a request's part is short, and
 drafting for nothing a larger part of it."""
 
+LOOKS_ANEW = 8
+"""Of so many requests that join a crowd where drafting doesn't pay one tries all the same."""
+
 PRIOR_WEIGHT = 4.0
 """The first guess of a key counts as so many candidates."""
 
@@ -60,6 +63,9 @@ class AcceptanceBook:
     """Counts beyond this are halved, so that old evidence fades."""
     counts: dict[Key, list[float]] = field(default_factory=dict)
     """``[kept, offered]`` of each key."""
+    crowds: dict[int, list[float]] = field(default_factory=dict)
+    """By the size (`_crowd`) of what shares a pass: the milliseconds that drafting saved a request
+    lately, and how many requests have relied on that since."""
 
     def add(self, key: Key, kept: bool) -> None:
         """One candidate whose parent was kept."""
@@ -77,13 +83,34 @@ class AcceptanceBook:
         kept, offered = self.counts.get(key, _NONE)
         return (kept + weight * guess) / (offered + weight)
 
+    def saved(self, others: int, saved_ms: float) -> None:
+        """What drafting saved a request in a pass shared with `others`."""
+        crowd = self.crowds.setdefault(_crowd(others), [saved_ms, 0.0])
+        crowd[0] += 0.1 * (saved_ms - crowd[0])
+
+    def hopeless(self, others: int) -> bool:
+        """Whether a new request need not look if drafting pays beside so many others: it didn't
+        lately, and somebody looked not long ago."""
+        crowd = self.crowds.get(_crowd(others))
+        if crowd is None or crowd[0] >= 0:
+            return False
+        crowd[1] += 1
+        return crowd[1] % LOOKS_ANEW != 0
+
     def reset(self) -> None:
         """Forget all counts."""
         self.counts.clear()
+        self.crowds.clear()
 
     def fork(self) -> AcceptanceBook:
         """A copy that shares nothing."""
-        return AcceptanceBook(self.limit, {key: list(c) for key, c in self.counts.items()})
+        counts = {key: list(count) for key, count in self.counts.items()}
+        crowds = {size: list(crowd) for size, crowd in self.crowds.items()}
+        return AcceptanceBook(self.limit, counts, crowds)
+
+
+def _crowd(others: int) -> int:
+    return others.bit_length()
 
 
 _NONE = (0.0, 0.0)
@@ -130,6 +157,8 @@ class BudgetPolicy:
         self._saved_ms: float | None = None
         """Running mean of the milliseconds drafting saved, its own making counted."""
         self._pause, self._next_pause = 0, SHORTEST_PAUSE
+        self._fresh = True
+        """Nothing was planned yet."""
 
     # -- deciding --------------------------------------------------------------------------------
 
@@ -141,6 +170,11 @@ class BudgetPolicy:
         depth = min(context.remaining - 1, self.most)
         if depth < 1 or self.most < 2:
             return Budget(1, 0)
+        if self._fresh and context.others and self.book.hopeless(context.others):
+            self._pause = LONGEST_SHARED_PAUSE
+        self._fresh = False
+        if not context.others:  # a pause as long as a crowd's would be too long alone
+            self._pause = min(self._pause, LONGEST_PAUSE)
         if self._pause > 0:
             self._pause -= 1
             return Budget(1, 0)
@@ -237,6 +271,8 @@ class BudgetPolicy:
             self._saved_ms = 0.25 * plain / (1 + self._others)
         self.draft_ms += 0.1 * (took_ms - self.draft_ms)
         saved = self._gain_ms - self.draft_ms
+        if self._others:
+            self.book.saved(self._others, saved)
         self._saved_ms += 0.2 * (saved - self._saved_ms)
         if saved > 0:
             self._saved_ms = max(self._saved_ms, saved)

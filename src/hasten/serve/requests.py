@@ -14,6 +14,8 @@ Prompt = str | list[int] | list[dict[str, str]]
 
 COMPLETION_TOKENS = 16
 """OpenAI's default length of ``/v1/completions``; a chat answer may fill the context."""
+LONGEST = 2**31 - 1
+"""No answer is longer; its true limit is set once the prompt's length is known."""
 _MOST_STOPS, _LONGEST_STOP = 4, 1_000
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
@@ -259,14 +261,14 @@ def _sampling(fields: Fields, logprobs: int | None) -> SamplingParams:
         "presence_penalty": fields.number("presence_penalty", -2.0, 2.0),
         "frequency_penalty": fields.number("frequency_penalty", -2.0, 2.0),
         "logit_bias": _logit_bias(fields.take("logit_bias", dict)),
-        "min_new_tokens": fields.whole("min_tokens", 0),
+        "min_new_tokens": fields.whole("min_tokens", 0, LONGEST),
         "stop": _stop(fields.take("stop")),
         "ignore_eos": fields.take("ignore_eos", bool),
         "seed": fields.whole("seed", -(2**63)),
         "logprobs": logprobs,
     }
-    # The length is set once the prompt's is known.
-    return SamplingParams(max_new_tokens=2**31, **{k: v for k, v in given.items() if v is not None})
+    said = {name: value for name, value in given.items() if value is not None}
+    return SamplingParams(max_new_tokens=LONGEST, **said)
 
 
 def _top_k(fields: Fields) -> int | None:

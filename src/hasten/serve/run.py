@@ -28,7 +28,7 @@ def bind(host: str, port: int) -> socket.socket:
         bound.bind((host, port))
     except (OSError, OverflowError) as error:
         bound.close()
-        why = getattr(error, "strerror", None) or str(error)
+        why = getattr(error, "strerror", None) or str(error).rstrip(".")
         option = "host" if isinstance(error, socket.gaierror) else "port"
         hint = "Choose another one; 0 takes any that is free" if option == "port" else ""
         raise OptionError(option, f"can't listen on {host}:{port}: {why}", hint) from error

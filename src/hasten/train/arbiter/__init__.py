@@ -1,0 +1,1 @@
+"""Training the arbiter of ``cospec``: whose token to keep where draft and target disagree."""
