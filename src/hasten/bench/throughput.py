@@ -32,8 +32,10 @@ class Throughput:
     tokens           new tokens of all answers
     tokens_per_s     tokens / seconds, reading the prompts included
     decode_per_pass  tokens per request and pass it took part in; plain decoding is 1.00
-    against_plain    tokens_per_s / plain decoding's at the same concurrency
-    against_one      tokens_per_s / the same method's, one request after the other; None when that
+    against_plain    tokens per second / plain decoding's at the same concurrency: the median over
+                     the repeats of ratios within one, whose runs follow each other, so that a
+                     machine that gets slower or faster meanwhile doesn't count
+    against_one      the same against the method's own, one request after the other; None when that
                      wasn't measured
     identical        answers equal to plain decoding's of the prompt alone, in every repeat
     """
@@ -182,14 +184,13 @@ def _rows(
     runs: dict[tuple[int, str], list[_Run]], names: Sequence[str], levels: Sequence[int]
 ) -> tuple[Throughput, ...]:
     alone = runs[levels[0], BASELINE][0].answers
-    speed: dict[tuple[int, str], float] = {}
     out: list[Throughput] = []
     for level in levels:
         for name in names:
             mine = runs[level, name]
             seconds = statistics.median(run.seconds for run in mine)
             tokens = sum(map(len, mine[0].answers))
-            speed[level, name] = tokens / seconds
+            plain, one = runs[level, BASELINE], runs.get((1, name))
             out.append(
                 Throughput(
                     concurrency=level,
@@ -199,8 +200,8 @@ def _rows(
                     seconds=seconds,
                     tokens_per_s=tokens / seconds,
                     decode_per_pass=mine[0].summary.mean_accepted_length,
-                    against_plain=speed[level, name] / speed[level, BASELINE],
-                    against_one=speed[level, name] / speed[1, name] if 1 in levels else None,
+                    against_plain=_ratio(plain, mine),
+                    against_one=None if one is None else _ratio(one, mine),
                     identical=sum(
                         all(run.answers[at] == want for run in mine)
                         for at, want in enumerate(alone)
@@ -208,3 +209,8 @@ def _rows(
                 )
             )
     return tuple(out)
+
+
+def _ratio(slow: Sequence[_Run], fast: Sequence[_Run]) -> float:
+    """Median over the repeats of how much longer the first took."""
+    return statistics.median(s.seconds / f.seconds for s, f in zip(slow, fast, strict=True))
