@@ -31,6 +31,12 @@ def test_the_bounds_are_those_of_the_relative_variance() -> None:
     assert found.ess_share == pytest.approx(0.625)
 
 
+def test_evidence_hundreds_of_nats_apart_is_told_not_a_division_by_zero() -> None:
+    found = summarise([info(x) for x in (0.0, -400.0, -401.0, -1200.0)])
+    assert found.rel_var == pytest.approx(4)  # as large as four runs can show
+    assert not found.trusted
+
+
 def test_the_bound_holds_on_the_toy_whose_law_is_known() -> None:
     found = diagnose(start, 150)
     assert abs(found.evidence - 1) < 4 * found.evidence_error

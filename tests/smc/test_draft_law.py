@@ -56,3 +56,11 @@ def test_ends_that_the_request_bans_get_none() -> None:
 def test_where_an_end_ends_nothing_it_gets_no_share() -> None:
     found = q(law(SamplingParams(temperature=1.0, ignore_eos=True), ending=0.3))
     torch.testing.assert_close(found, q(law()))
+
+
+def test_an_end_beyond_the_vocabulary_gets_no_share() -> None:
+    sampler = Sampler(SamplingParams(temperature=1.0), VOCAB, ENDS, 2, 0)
+    options: dict[str, Any] = {"temperature": 0.5, "ending": 0.3, "mix": 0.0, "name": "test"}
+    torch.testing.assert_close(
+        q(DraftLaw(sampler, ENDS | {VOCAB + 3}, **options)), q(law(ending=0.3))
+    )

@@ -166,7 +166,7 @@ def test_rows_and_copies_are_counted() -> None:
     assert info.target_rows == 3 * (4 * 4 + 3)
     assert sum(made.layer_rows for made in answer.rounds) == 4 * info.target_rows
     assert info.resampled == (1, 2, 3, 4)
-    assert len(info.ess) == 4
+    assert len(info.ess) == 5, "the last round's weights too, which the answer is picked by"
     assert all(1 <= size <= 3 + 1e-9 for size in info.ess)
 
 

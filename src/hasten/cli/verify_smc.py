@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from hasten.cli.screen import counting, out, print_json, table
+from hasten.errors import OptionError
 
 if TYPE_CHECKING:
     from hasten.api import LLM, Prompt
@@ -32,6 +33,8 @@ def diagnose(
     """Answer each prompt `RUNS` times and print what its evidence says."""
     from hasten.smc.diagnose import summarise
 
+    if max_new_tokens < 1:
+        raise OptionError("max_new_tokens", f"must be at least 1 here, got {max_new_tokens}")
     found: list[Diagnosis] = []
     with counting(f"{llm.method}, {RUNS} runs a prompt", len(prompts)) as bar:
         for prompt in prompts:

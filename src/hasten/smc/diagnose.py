@@ -106,6 +106,10 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _relative_variance(values: Sequence[float]) -> float:
+    top = max(values)
+    if top <= 0.0:  # all that is left is too small beside what was left out
+        return 0.0
+    values = [value / top for value in values]  # their squares mustn't vanish
     mean = _mean(values)
     squares = math.fsum((value - mean) ** 2 for value in values)
     return squares / max(len(values) - 1, 1) / mean**2

@@ -28,7 +28,7 @@ class SMCInfo:
     log_evidence   log of the estimate of the target's normaliser: with alpha = 1 the estimate is 1
                    on average, and how far it varies says how far the answers' law is off
                    (`hasten.smc.diagnose`)
-    ess            effective sample size after each round but the last, before resampling
+    ess            effective sample size after each round that drafted, before resampling
     resampled      the rounds after which particles were resampled
     rounds         of drafting and weighing, the prompt's left out
     drafted        tokens drafted, all particles together

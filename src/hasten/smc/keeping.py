@@ -47,6 +47,8 @@ class Keeper:
         self._drafting.retire([p.slot for p in gone])
         if going:
             self._resample(round)
+        else:
+            self._population.note()
 
     def _resample(self, round: int) -> None:
         """Resample where weights are uneven, and let sequences follow: only the dead are copied
@@ -65,6 +67,7 @@ class Keeper:
         population = self._population
         copies = population.resample(round) if population.running else {}
         if not population.running:
+            population.note()
             self._drafting.retire([p.slot for p in population.particles])
             self.close()
             return

@@ -131,7 +131,7 @@ class DraftLaw:
         self._sampler = Sampler(params, self._vocab, eos_ids, sampler.prompt_len, sampler.seed)
         self._temperature, self._mix, self._name = temperature, mix, name
         self._ending = 0.0 if params.ignore_eos else ending
-        self._ends = sorted(eos_ids)
+        self._ends = sorted(each for each in eos_ids if each < sampler.vocab_size)
         self.plain = _same_for_all(self._sampler)
         """The text so far plays no part."""
 

@@ -93,8 +93,7 @@ class Population:
         Texts are copied here; sequences are the caller's.
         """
         share = weights.normalised(self.log_weights)
-        size = weights.ess(share)
-        self.ess.append(size)
+        size = self.note(share)
         if not self._is_due(size):
             return {}
         copies = assign(self._offspring(share, round))
@@ -104,6 +103,12 @@ class Population:
             self._copy(self.particles[to], self.particles[source])
         self.copies += len(copies)
         return copies
+
+    def note(self, share: torch.Tensor | None = None) -> float:
+        """Note the effective sample size, and give it; `share`: the normalised weights."""
+        size = weights.ess(weights.normalised(self.log_weights) if share is None else share)
+        self.ess.append(size)
+        return size
 
     def _is_due(self, size: float) -> bool:
         count = len(self.particles)
