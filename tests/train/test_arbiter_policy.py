@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hasten.train.arbiter.episodes import Memory, never
-from hasten.train.arbiter.nets import ArbiterNet, Gate
+from hasten.train.arbiter.episodes import Job, Memory, never
+from hasten.train.arbiter.fit import accuracy
+from hasten.train.arbiter.nets import ArbiterNet, Gate, Scores, deciding
 from hasten.train.arbiter.policy import (
     Batch,
     Objective,
@@ -163,7 +164,9 @@ def test_stage_b_improves_a_poor_start_and_repeats_by_its_seed(tmp_path: Path) -
 
     def run(**more: object) -> tuple[torch.Tensor, float, float]:
         runner = Memory(toy, [str(i) for i in range(700)])
-        best = train(runner, start, GATE, range(400), range(400, 700), options, seed=1, **more)  # type: ignore[arg-type]
+        best = train(
+            runner, start, GATE, range(400), runner, range(400, 700), options, seed=1, **more
+        )  # type: ignore[arg-type]
         return best.net.tensors["w"].detach(), best.choice.accuracy, best.choice.plain
 
     weights, accuracy, plain = run()
@@ -180,8 +183,8 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) ->
     def run(options: PolicyOptions, checkpoint: Path | None) -> torch.Tensor:
         rows: list[dict[str, object]] = []
         best = train(
-            Memory(toy, names), start, GATE, range(80), range(80, 120), options,
-            seed=1, checkpoint=checkpoint, log=rows.append,
+            Memory(toy, names), start, GATE, range(80), Memory(toy, names), range(80, 120),
+            options, seed=1, checkpoint=checkpoint, log=rows.append,
         )  # fmt: skip
         assert len(rows) == (2 if checkpoint else 4)
         return best.net.tensors["w"].detach()
@@ -189,3 +192,19 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) ->
     at_once = run(whole, None)
     run(replace(whole, iterations=2), tmp_path / "b.pt")
     assert torch.equal(run(whole, tmp_path / "b.pt"), at_once)
+
+
+def test_the_best_net_and_its_threshold_are_chosen_on_the_validators_problems() -> None:
+    """Numbers mean other problems there: those of training must not stand in for them."""
+    names = [str(i) for i in range(60)]
+    training, others = Toy(60, seed=2), Toy(60, seed=5)
+    best = train(
+        Memory(training, names), a_net(kind="linear"), GATE, range(60), Memory(others, names),
+        range(60), PolicyOptions(iterations=4, problems=16, every=1), seed=1,
+    )  # fmt: skip
+    plain = accuracy(others.run([Job(at, never) for at in range(60)]))
+    assert plain != accuracy(training.run([Job(at, never) for at in range(60)]))
+    assert best.choice.plain == plain
+    rule = deciding(Scores(best.net), best.choice.theta, GATE)
+    made = accuracy(others.run([Job(at, rule) for at in range(60)]))
+    assert best.choice.accuracy == made

@@ -80,6 +80,9 @@ def test_the_same_command_goes_on_and_ends_in_the_same_arbiter(tmp_path: Path) -
     rows: list[dict[str, Any]] = []
     run.run(tiny(), tmp_path / "a", options, log=rows.append)
     first = Arbiter.load(tmp_path / "a")
+    report = json.loads((tmp_path / "a/report.json").read_text())
+    measured = {row["name"]: (row["plain"], row["problems"]) for row in report["stages"]}
+    assert len(set(measured.values())) == 1, "every stage is measured on the same problems"
     answers = {
         split: lines(tmp_path / f"a/answers/{split}.jsonl") for split in ("train", "validation")
     }

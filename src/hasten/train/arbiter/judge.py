@@ -9,39 +9,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from hasten.arbitration.rules import LinearJudge
+from hasten.targets.base import Target
 from hasten.train.arbiter.labels import Pair
-from hasten.train.features import run_batch
-
-if TYPE_CHECKING:
-    from hasten.targets.fused import FusedTarget
 
 L2, STEPS = 1e-2, 60
 FILE = "judge.safetensors"
-_TOGETHER = 24
 
 
-def states(
-    target: FusedTarget, prompts: Sequence[Sequence[int]], pairs: Sequence[Pair]
-) -> torch.Tensor:
+def states(target: Target, prompts: Sequence[Sequence[int]], pairs: Sequence[Pair]) -> torch.Tensor:
     """The target's last states at the pairs' drafted tokens, float32 ``(pairs, hidden)``; `prompts`
     by problem."""
     top = target.info.num_layers
-    found: list[torch.Tensor] = []
-    for start in range(0, len(pairs), _TOGETHER):
-        texts = [
-            [*prompts[pair.problem], *pair.before, pair.point.draft]
-            for pair in pairs[start : start + _TOGETHER]
-        ]
-        made = run_batch(target, texts, [top])[top]
-        found += [made[row, len(text) - 1].float() for row, text in enumerate(texts)]
-    return torch.stack(found)
+    found: dict[int, torch.Tensor] = {}
+    for problem in sorted({pair.problem for pair in pairs}):
+        base = target.open()
+        try:
+            target.prefill(base, prompts[problem])
+            for at, pair in enumerate(pairs):
+                if pair.problem == problem:
+                    found[at] = _last_state(target, base, (*pair.before, pair.point.draft), top)
+        finally:
+            target.close(base)
+    return torch.stack([found[at] for at in range(len(pairs))])
+
+
+def _last_state(target: Target, base: Any, tokens: Sequence[int], top: int) -> torch.Tensor:
+    """The last token's state after a sequence that stays as it is."""
+    fork = target.open(base)
+    try:
+        passed = target.prefill(fork, tokens, taps=(top,))
+        return passed.hidden[top][-1].float().cpu()
+    finally:
+        target.close(fork)
 
 
 def fit_judge(hidden: torch.Tensor, same: torch.Tensor) -> LinearJudge:
@@ -64,7 +70,7 @@ def fit_judge(hidden: torch.Tensor, same: torch.Tensor) -> LinearJudge:
 
 
 def train_judge(
-    target: FusedTarget, prompts: Sequence[Sequence[int]], pairs: Sequence[Pair], folder: Path
+    target: Target, prompts: Sequence[Sequence[int]], pairs: Sequence[Pair], folder: Path
 ) -> LinearJudge:
     """Fit one on branches of target-only answers and write it to `folder`."""
     same = torch.tensor([pair.same for pair in pairs])

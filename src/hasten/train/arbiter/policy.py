@@ -256,6 +256,7 @@ def train(
     net: ArbiterNet,
     gate: Gate,
     problems: Sequence[int],
+    validator: Runner,
     validation: Sequence[int],
     options: PolicyOptions,
     *,
@@ -265,6 +266,10 @@ def train(
 ) -> Best:
     """Improve `net`, which isn't changed; the best by validation, `net` itself included.
 
+    runner, problems       what rollouts are of, by number
+    validator, validation  other problems, with a runner and numbers of their own: which net is best
+                           and its threshold are chosen there
+
     `checkpoint` is read if it is there (of a run from the same start), and written after every
     iteration.
     """
@@ -272,7 +277,7 @@ def train(
     net = copy.deepcopy(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=options.rate, weight_decay=0.0)
     objective = Objective(net, reference, options)
-    best = Best(copy.deepcopy(reference), choose(runner, validation, reference, gate)[0])
+    best = Best(copy.deepcopy(reference), choose(validator, validation, reference, gate)[0])
     done, stale = 0, 0
     if checkpoint is not None and checkpoint.is_file():
         done, stale = _restore(checkpoint, reference, net, optimizer, best)
@@ -293,7 +298,7 @@ def train(
         if batch is not None:
             row |= update(net, objective, optimizer, batch, options)
         if iteration % options.every == 0 or iteration == options.iterations:
-            choice = choose(runner, validation, net, gate)[0]
+            choice = choose(validator, validation, net, gate)[0]
             row["validation"] = choice.to_json()
             stale += 1
             if (choice.accuracy, -choice.passes) > (best.choice.accuracy, -best.choice.passes):

@@ -21,7 +21,6 @@ from hasten.arbitration.arbiter import Arbiter
 from hasten.arbitration.features import SCALARS
 from hasten.arbitration.rollouts import draft_mark
 from hasten.errors import OptionError
-from hasten.targets.fused import FusedTarget
 from hasten.tasks import Problem, available, problems
 from hasten.train.arbiter import policy
 from hasten.train.arbiter.engine import Engine, lucky_for
@@ -150,7 +149,7 @@ def run(
     finally:
         train.memory.close()
         validation.memory.close()
-    if found.pairs and isinstance(llm.target, FusedTarget):
+    if found.pairs:
         prompts = [llm.tokenize(each.prompt) for each in train.asked]
         train_judge(llm.target, prompts, found.pairs, out)
     found.seconds = time.monotonic() - started
@@ -264,6 +263,7 @@ def _stage_b(
         start.net,
         options.gate,
         train.numbers,
+        validation.memory,
         validation.numbers,
         options.stage_b,
         seed=options.seed,
