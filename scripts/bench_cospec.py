@@ -3,7 +3,7 @@
     python scripts/bench_cospec.py --part accuracy --pair natural --json cospec_natural.json
     python scripts/bench_cospec.py --part accuracy --pair specialist --json cospec_specialist.json
     python scripts/bench_cospec.py --part print --json cospec_specialist.json
-    python scripts/bench_cospec.py --part speed --problems 24 --json cospec_speed.json
+    python scripts/bench_cospec.py --part speed --problems 24 --json cospec_specialist.json
 
 Parts:
 
@@ -12,8 +12,8 @@ Parts:
   measured, so it may run beside other work; what was answered is kept in `--work`, and the same
   command goes on.
 - *print*: the tables again, from that file.
-- *speed*: tokens a second of plain decoding, of the draft's lossless use and of CoSpec, one after
-  the other on each problem; decode only. Needs an idle machine.
+- *speed*: tokens a second of every arm, at the settings in that file, one after the other on each
+  problem, decode only; they are added to the file. Needs an idle machine.
 
 Pairs: *natural* is the exit module that ships for the model; *specialist* the constructed draft
 (`hasten train arbiter specialist`), tuned so that it beats the model on some families: a
@@ -34,9 +34,9 @@ import hasten
 from hasten.environment import command_line, machine, measure_load
 from hasten.errors import HastenError
 from hasten.exits import store
-from hasten.tasks import QUALIFYING, Problem
-from hasten.tasks.screening import MAX_NEW_TOKENS
+from hasten.tasks import QUALIFYING
 from hasten.train.arbiter import evaluate
+from hasten.train.arbiter import speed as timing
 from hasten.train.arbiter.run import ask
 
 ASSETS = Path(hasten.__file__).parent / "assets" / "smollm2-135m"
@@ -48,6 +48,16 @@ def groups() -> dict[str, tuple[str, ...]]:
     """What the specialist has learned, and the other families."""
     learned = tuple(store.read(ASSETS / "specialist").facts["families"])
     return {"learned": learned, "others": tuple(f for f in QUALIFYING if f not in learned)}
+
+
+def folder_of(args: argparse.Namespace) -> Path:
+    """The arbiters that are measured."""
+    return Path(args.arbiter) if args.arbiter else ASSETS / "arbiter" / args.pair
+
+
+def say(text: str) -> None:
+    """How far it is, on stderr."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def accuracy(args: argparse.Namespace) -> dict[str, Any]:
@@ -62,15 +72,10 @@ def accuracy(args: argparse.Namespace) -> dict[str, Any]:
         groups=groups() if args.pair == "specialist" else None,
     )
     llm = hasten.load(method="ar", dtype=args.dtype)
-    folder = Path(args.arbiter) if args.arbiter else ASSETS / "arbiter" / args.pair
     work = Path(args.work) / args.pair
     print(f"{args.problems} problems; about {args.problems // 4} minutes on 2 cores, or less "
           f"where {work} knows answers", file=sys.stderr)  # fmt: skip
-
-    def say(text: str) -> None:
-        print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
-
-    made = evaluate.measure(llm, folder, options, work=work, say=say)
+    made = evaluate.measure(llm, folder_of(args), options, work=work, say=say)
     return {**made, "command": command_line(), "machine": machine()}
 
 
@@ -89,6 +94,7 @@ def show(made: dict[str, Any]) -> None:
                   f"{evaluate.against(made, name, 'random, same rate')}")  # fmt: skip
     if about["fallback"]:
         print("the arbiter fell back to target only: a negative result")
+    show_speed(made)
     for group, families in about["options"]["groups"].items():
         some = [f for f in families if any(p["family"] == f for p in made["problems"])]
         if some:
@@ -99,55 +105,26 @@ def show(made: dict[str, Any]) -> None:
 # -- speed -----------------------------------------------------------------------------------------
 
 
-def speed(args: argparse.Namespace) -> dict[str, Any]:
-    """Tokens a second of some methods, interleaved problem by problem."""
-    llm = hasten.load(method="ar", dtype=args.dtype)
-    draft = args.draft or PAIRS[args.pair]
-    folder = Path(args.arbiter) if args.arbiter else ASSETS / "arbiter" / args.pair
-    methods = {
-        "plain decoding": "ar",
-        "lossless, the same draft": f"cospec:target,{draft}",
-        "CoSpec": f"cospec,{draft},arbiter={folder}",
-        "draft always": f"cospec:draft,{draft},bonus=on",
-    }
-    families = tuple(args.families.split(",")) if args.families else QUALIFYING
-    asked = ask(families, "test", args.problems, args.seed)
-    figures: dict[str, list[tuple[int, float, int]]] = {name: [] for name in methods}
-    for method in methods.values():  # once to warm up
-        _timed(llm, asked[0], method)
-    for problem in asked:
-        for name, method in methods.items():
-            figures[name].append(_best(llm, problem, method, args.repeats))
-    return {
-        "speed": figures, "command": command_line(), "machine": machine(),
-        "load": measure_load(), "dtype": args.dtype, "draft": draft,
-    }  # fmt: skip
-
-
-def _best(llm: hasten.LLM, problem: Problem, method: str, repeats: int) -> tuple[int, float, int]:
-    runs = [_timed(llm, problem, method) for _ in range(repeats)]
-    return sorted(runs, key=lambda run: run[1])[len(runs) // 2]
-
-
-def _timed(llm: hasten.LLM, problem: Problem, method: str) -> tuple[int, float, int]:
-    """Tokens of the passes after the prompt's, their seconds, and how many passes."""
-    made = llm.generate(problem.prompt, method=method, max_new_tokens=MAX_NEW_TOKENS)
-    summary = made.metrics
-    # Plain decoding has its first token from the prompt's pass, CoSpec from a pass of its own.
-    return summary.pass_tokens, summary.end_to_end_s - summary.prefill_s, summary.target_passes
+def speed(args: argparse.Namespace, made: dict[str, Any]) -> dict[str, Any]:
+    """The table with tokens a second of its arms, at the settings that it has."""
+    about = made["about"]
+    llm = hasten.load(method="ar", dtype=about["dtype"])
+    options = about["options"]
+    asked = ask(options["families"], "test", args.problems, options["seed"])
+    arms = timing.timed_arms(llm, folder_of(args), made)
+    before = measure_load()
+    runs = timing.measure(llm, arms, asked, args.repeats, say=say)
+    said = {"command": command_line(), "machine": machine(), "load": before}
+    return {**made, "speed": runs, "speed_about": {**said, "problems": len(asked)}}
 
 
 def show_speed(made: dict[str, Any]) -> None:
-    """Print tokens a second and how they compare with plain decoding's."""
-    print(f"\ndecode only, {made['dtype']}, draft `{made['draft']}`\n")
-    print("| method | tokens/s | against plain |\n|---|---|---|")
-    rates = {}
-    for name, runs in made["speed"].items():
-        tokens, seconds = sum(r[0] for r in runs), sum(r[1] for r in runs)
-        rates[name] = tokens / seconds if seconds else 0.0
-    plain = rates["plain decoding"]
-    for name, rate in rates.items():
-        print(f"| {name} | {rate:.1f} | {rate / plain:.2f}x |")
+    """Say what the column of tokens a second is."""
+    if "speed" in made:
+        alone = evaluate.rates(made["speed"])[evaluate.ALONE]
+        about = made["speed_about"]
+        print(f"\ntokens/s: decode only, {about['problems']} of the problems, beside plain "
+              f"decoding's {alone:.1f}")  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -164,16 +141,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--work", default="cospec_work", help="folder of answers kept")
-    parser.add_argument("--json", default="", help="every answer or time goes here")
+    parser.add_argument("--json", default="", help="every answer and time goes here")
     args = parser.parse_args(arguments)
     try:
-        if args.part == "print":
-            made = json.loads(Path(args.json).read_text())
+        if args.part == "accuracy":
+            made = accuracy(args)
         else:
-            made = speed(args) if args.part == "speed" else accuracy(args)
-            if args.json:
-                evaluate.save(made, Path(args.json))
-        (show_speed if "speed" in made else show)(made)
+            made = json.loads(Path(args.json).read_text())
+        if args.part == "speed":
+            made = speed(args, made)
+        if args.json and args.part != "print":
+            evaluate.save(made, Path(args.json))
+        show(made)
     except HastenError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

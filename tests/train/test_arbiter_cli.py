@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hasten.cli import app, train_arbiter
-from hasten.train.arbiter import evaluate, lessons, run
+from hasten.train.arbiter import evaluate, lessons, run, speed
 from tests.train.arbiter_cases import DRAFT, asked, tiny
 from tests.train.test_arbiter_specialist import made_up
 
@@ -88,3 +88,24 @@ def test_what_makes_no_sense_is_refused_in_one_line(
     assert said in made.stderr
     assert made.stderr.count("\n") == 1
     assert not (tmp_path / "arbiter.json").exists()
+
+
+def test_every_arm_of_a_table_but_the_oracle_is_timed_at_its_setting(tmp_path: Path) -> None:
+    usual = ("--families", "parity", "--draft", DRAFT, "--length", 3)
+    hasten("fit", "--out", tmp_path, *usual, "--problems", 4, "--validation", 4, "--kinds",
+           "linear", "--iterations", 1, "--force")  # fmt: skip
+    file = tmp_path / "made.json"
+    hasten("evaluate", "--arbiter", tmp_path, *usual, "--test", 3, "--validation", 4,
+           "--json", file)  # fmt: skip
+    made = json.loads(file.read_text())
+    llm, problems = tiny(), asked(3, "test")
+    arms = speed.timed_arms(llm, tmp_path, made)
+    assert list(arms) == [evaluate.ALONE, *(a["name"] for a in made["arms"][:-1])]
+    assert evaluate.SPEED not in evaluate.table(made)[0]
+    runs = speed.measure(llm, arms, problems, repeats=1)
+    heads, *rows = evaluate.table({**made, "speed": runs})
+    assert heads[-1] == evaluate.SPEED
+    assert [bool(row[-1]) for row in rows] == [True] * (len(rows) - 1) + [False]
+    for name, answers in ((arm["name"], arm["answers"]) for arm in made["arms"][:-1]):
+        if not name.startswith("random"):  # which tosses other coins live
+            assert [run[0] for run in runs[name]] == [row[1] for row in answers], name

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from hasten.api import LLM
 
 PLAIN = "target only"
+ALONE = "plain decoding"
+"""Without any draft: what tokens a second are compared with."""
 STAGES = {"CoSpec A": "stages/stage_a.json", "CoSpec A+B": "stages/stage_b_arbiter.json"}
 
 
@@ -69,7 +71,7 @@ def measure(
     about = identity(llm, options.method)
     arbiter = Arbiter.load(folder)
     check_belongs(arbiter, target=about["target"], draft=about["draft"], where=str(folder))
-    judge = _judge(llm, folder)
+    judge = judge_of(llm, folder)
     rules = grid(judge)
     started = time.monotonic()
     memories: list[Memory] = []
@@ -107,7 +109,8 @@ def _plain(options: Options) -> dict[str, Any]:
     return {**asdict(options), "groups": {k: list(v) for k, v in (options.groups or {}).items()}}
 
 
-def _judge(llm: LLM, folder: Path) -> LinearJudge | None:
+def judge_of(llm: LLM, folder: Path) -> LinearJudge | None:
+    """The linear judge in an arbiter's folder, if there is one."""
     path = folder / FILE
     if not path.is_file():
         return None
@@ -192,15 +195,36 @@ HEADS = (
     "rule", "setting", "accuracy", "against target only (95%)", "McNemar p", "tokens a pass",
     "overrides",
 )  # fmt: skip
+SPEED = "tokens/s"
+"""A column more, where `hasten.train.arbiter.speed` has measured it; of all families only."""
 
 
 def table(made: Mapping[str, Any], families: Sequence[str] = ()) -> list[list[str]]:
-    """Rows of cells under `HEADS`; `families`: only problems of those."""
+    """Rows of cells, the first one their heads; `families`: only problems of those."""
     kept = [at for at, p in enumerate(made["problems"]) if not families or p["family"] in families]
     items = [made["problems"][at]["item"] for at in kept]
     arms = [_only(arm, kept) for arm in arms_of(made)]
     plain = next(arm for arm in arms if arm.name == PLAIN)
-    return [_cells(arm, plain, items) for arm in arms]
+    rows = [list(HEADS), *(_cells(arm, plain, items) for arm in arms)]
+    speed = {} if families else rates(made.get("speed", {}))
+    if speed:
+        names = [SPEED, *(_rate(arm.name, speed) for arm in arms)]
+        rows = [[*row, cell] for row, cell in zip(rows, names, strict=True)]
+    return rows
+
+
+def rates(runs: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, float]:
+    """Tokens a second of each arm that was timed, over all problems."""
+    return {
+        name: sum(run[0] for run in some) / max(sum(run[1] for run in some), 1e-9)
+        for name, some in runs.items()
+    }
+
+
+def _rate(name: str, speed: Mapping[str, float]) -> str:
+    if name not in speed:
+        return ""
+    return f"{speed[name]:.0f} ({speed[name] / speed[ALONE]:.2f}x)"
 
 
 def _only(arm: Arm, kept: Sequence[int]) -> Arm:
@@ -241,7 +265,8 @@ def against(made: Mapping[str, Any], name: str, other: str) -> str:
 
 def markdown(made: Mapping[str, Any], families: Sequence[str] = ()) -> str:
     """The table."""
-    lines = [HEADS, ["---"] * len(HEADS), *table(made, families)]
+    heads, *rows = table(made, families)
+    lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
