@@ -126,6 +126,7 @@ def _check(answer: Answer, run: SMCRun, params: SamplingParams, stopper: Stopper
     total = Summary.of(answer.rounds)
     assert total.new_tokens == len(answer.tokens)
     assert total.target_passes == run.info.rounds == len(answer.rounds) - 1
+    assert len(run.info.ess) == run.info.rounds, "one effective size a round"
     assert total.drafted == total.accepted == 0
     assert [made.index for made in answer.rounds] == list(range(len(answer.rounds)))
     assert (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -80,29 +81,42 @@ class Flat(toy.Table):
 
 FLAT = Flat(5, mass=0.0)
 FLAT_DRAFT = Flat(6, mass=0.0, base=FLAT, share=0.6)
+FAR_DRAFT = Flat(6, mass=0.0, base=FLAT, share=0.9)
+
+
+def test_never_resampling_is_told_from_the_closed_form() -> None:
+    """The test below is worth something: it fails where resampling is left out."""
+    found, want = variances(4, FAR_DRAFT, threshold=0.0, count=400)
+    assert abs(found.rel_var - want) > 4 * found.rel_var_error
+    found, want = variances(4, FAR_DRAFT, threshold=1.01, count=400)
+    assert abs(found.rel_var - want) < 4 * found.rel_var_error
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_resampling_each_round_gives_the_variance_of_the_closed_form(rounds: int) -> None:
-    count, length = 8, 3
-    p, q = (toy.next_law(model, toy.PROMPT) for model in (FLAT, FLAT_DRAFT))
-    block = float((p * p / q).sum()) ** length - 1
-    want = (1 + block / count) ** rounds - 1
+    found, want = variances(rounds, FLAT_DRAFT, threshold=1.01, count=250)
     assert 0.02 < want < 0.6
+    assert abs(found.rel_var - want) < 4 * found.rel_var_error
+    assert found.rel_var_error < 0.35 * want
+
+
+def variances(rounds: int, draft: Flat, *, threshold: float, count: int) -> tuple[Any, float]:
+    """What is found, and the closed form of resampling each round."""
+    particles, length = 8, 3
+    p, q = (toy.next_law(model, toy.PROMPT) for model in (FLAT, draft))
+    block = float((p * p / q).sum()) ** length - 1
     params = SamplingParams(
         max_new_tokens=1 + rounds * (length + 1), temperature=1.0, ignore_eos=True
     )
     infos = list(
         toy.runs(
-            250,
-            draft=FLAT_DRAFT,
+            count,
+            draft=draft,
             target=FLAT,
             params=params,
-            particles=count,
+            particles=particles,
             length=length,
-            threshold=1.01,
+            threshold=threshold,
         )
     )
-    found = summarise(infos)
-    assert abs(found.rel_var - want) < 4 * found.rel_var_error
-    assert found.rel_var_error < 0.35 * want
+    return summarise(infos), (1 + block / particles) ** rounds - 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hasten.sampling import Sampler
-from hasten.smc.laws import DraftLaw
+from hasten.smc.laws import DraftLaw, TargetLaw
 from hasten.types import SamplingParams
 
 VOCAB = 6
@@ -63,4 +63,19 @@ def test_an_end_beyond_the_vocabulary_gets_no_share() -> None:
     options: dict[str, Any] = {"temperature": 0.5, "ending": 0.3, "mix": 0.0, "name": "test"}
     torch.testing.assert_close(
         q(DraftLaw(sampler, ENDS | {VOCAB + 3}, **options)), q(law(ending=0.3))
+    )
+
+
+def test_laws_are_taken_in_float32_from_rows_in_bfloat16() -> None:
+    rows = (8 * torch.randn(2, 64, generator=torch.Generator().manual_seed(0))).bfloat16()
+    sampler = Sampler(SamplingParams(temperature=0.7), 64, ENDS, 2, 0)
+    p = TargetLaw(sampler)
+    scores = p.score([(0, 1)], [(5,)], [2], rows, [(0, 1)])
+    wanted = torch.log_softmax(rows.float() / 0.7, 1)
+    torch.testing.assert_close(scores.laws, wanted)
+    torch.testing.assert_close(scores.drafted, wanted[:1, 5:6].double())
+    torch.testing.assert_close(p.log_probs((0, 1), rows[0]), wanted[0])
+    drafted = DraftLaw(sampler, ENDS, temperature=0.5, ending=0.0, mix=0.0, name="test")
+    torch.testing.assert_close(
+        drafted([(0, 1)] * 2, rows), torch.log_softmax(rows.float() / 0.5, 1)
     )

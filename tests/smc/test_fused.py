@@ -70,6 +70,28 @@ def check_caches(target: Target, run: SMCRun, draft: ModelProposal | None = None
     return len(run._population.running)
 
 
+def test_on_a_float32_model_an_answers_weight_is_its_ratio() -> None:
+    target = fused(random_model())
+    params = SamplingParams(max_new_tokens=13, temperature=0.7, ignore_eos=True)
+    proposal = ModelProposal(target, vocab_size=target.info.vocab_size, name="self")
+    changes = {"particles": 1, "length": 3, "threshold": 0.0, "draft": "self", "mix": 0.1}
+    run = run_on(target, proposal, params=params, draft_temperature=1.1, **changes)
+    for _ in run.rounds():
+        pass
+    assert run.info is not None
+    answer = list(run.info.answers[0].tokens)
+    assert len(answer) == 13
+    sequence = target.open()
+    logits = target.prefill(sequence, [*PROMPT, *answer], all_logits=True).logits
+    assert logits is not None
+    rows = logits[len(PROMPT) - 1 : -1].double()
+    p, q = torch.log_softmax(rows / 0.7, 1), torch.softmax(rows / 1.1, 1)
+    q = (0.9 * q + 0.1 / q.shape[1]).log()
+    drafted = [at for at in range(13) if at % 4]  # the first, and each round's last, are p's own
+    expected = sum(float(p[at, answer[at]] - q[at, answer[at]]) for at in drafted)
+    assert abs(run.info.log_evidence - expected) < 1e-4 * len(drafted)
+
+
 @pytest.mark.parametrize("resampler", ["multinomial", "systematic"])
 def test_caches_are_those_of_their_texts_after_any_resampling(resampler: str) -> None:
     target, model = fused(random_model()), fused(random_model(llama(num_hidden_layers=2)))

@@ -47,7 +47,7 @@ def bonus_from_the_draft(patch: Patch) -> None:
         self: Any, block: Block, going: Sequence[int], laws: Any, of: Any, purpose: str
     ) -> list[int]:
         texts = [[*p, *t] for p, t in zip(block.prefixes, block.tokens, strict=True)]
-        drafted = torch.stack([toy.next_law(toy.HARD, text).log() for text in texts])
+        drafted = torch.stack([toy.next_law(toy.HARD, text).log() for text in texts])  # HARD drafts
         return healthy(self, block, going, drafted, range(len(texts)), purpose)
 
     patch.setattr(SMCRun, "_bonus", bonus)
@@ -109,7 +109,7 @@ FAULTS: dict[str, Fault] = {
     "heaviest wins": (heaviest_wins, {"particles": 16, "threshold": 0.0}),
     "weights outlive resampling": (weights_outlive_resampling, RESAMPLED),
     "ratio upside down": (ratio_upside_down, {"particles": 4}),
-    "bonus from the draft": (bonus_from_the_draft, {"length": 1}),
+    "bonus from the draft": (bonus_from_the_draft, {"draft": toy.HARD, "length": 1}),
     "power without its normaliser": (power_without_its_normaliser, {"alpha": 2.0}),
     "temperature in the draw only": (temperature_in_the_draw_only, {}),
     "ended particles left out": (ended_particles_left_out, {**ENDS, **RESAMPLED}),

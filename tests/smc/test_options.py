@@ -126,6 +126,9 @@ def test_exits_draft_cooler_than_the_request_unless_told_otherwise() -> None:
     assert draft_temperature(exits, 0.8) == pytest.approx(0.48)
     assert draft_temperature(other, 0.8) == 0.8
     assert draft_temperature(replace(exits, draft_temperature=1.3), 0.8) == 1.3
+    with pytest.raises(OptionError, match="draft_temperature"):
+        draft_temperature(replace(exits, draft_temperature=0.01), 0.8)
+    assert draft_temperature(replace(exits, draft_temperature=0.01, mix=0.1), 0.8) == 0.01
 
 
 def test_exits_draft_ends_now_and_then_unless_told_otherwise() -> None:

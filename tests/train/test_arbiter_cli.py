@@ -17,7 +17,7 @@ from tests.train.test_arbiter_specialist import made_up
 
 @pytest.fixture(autouse=True)
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ask(families: Any, split: str, count: int, seed: int) -> list[Any]:
+    def ask(families: Any, split: str, count: int, seed: int, *more: Any) -> list[Any]:
         return asked(count, split)
 
     monkeypatch.setattr(train_arbiter, "load_model", lambda *args, **options: tiny())

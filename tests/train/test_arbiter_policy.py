@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hasten.errors import OptionError
 from hasten.train.arbiter.episodes import Job, Memory, never
 from hasten.train.arbiter.fit import accuracy
 from hasten.train.arbiter.nets import ArbiterNet, Gate, Scores, deciding
@@ -28,7 +29,7 @@ from tests.train.arbiter_toy import SCALARS, Toy
 
 pytest.importorskip("torchrl", reason="stage B's loss is torchrl's")
 
-PLAIN = PolicyOptions(kl=0.0, entropy=0.0)
+PLAIN = PolicyOptions(kl=0.0, entropy=0.0, temperature=1.0)
 GATE = Gate()
 
 
@@ -139,6 +140,29 @@ def test_the_loss_is_a_mean_over_decisions_and_the_other_mean_is_logged() -> Non
     assert row["loss"] == pytest.approx(float(terms.mean()), rel=1e-5)
     by_rollout = (terms[:3].mean() + terms[3]) / 2
     assert row["loss_by_rollout"] == pytest.approx(float(by_rollout), rel=1e-5)
+
+
+def test_the_terms_of_a_decision_are_surrogate_entropy_and_nearness_at_the_temperature() -> None:
+    options = PolicyOptions(kl=0.3, entropy=0.2, temperature=2.0)
+    net, reference = a_net(), a_net(seed=5)
+    scalars = torch.randn(4, SCALARS, generator=torch.Generator().manual_seed(0))
+    taken, advantage = torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([1.0, -2.0, 0.5, 1.0])
+    with torch.no_grad():
+        p = torch.sigmoid(net(scalars) / 2).double()
+        r = torch.sigmoid(reference(scalars) / 2).double()
+    entropy = -(p * p.log() + (1 - p) * (1 - p).log())
+    far = p * (p / r).log() + (1 - p) * ((1 - p) / (1 - r)).log()
+    logp = torch.where(taken > 0, p, 1 - p).log().float()
+    batch = Batch(scalars, taken, logp, advantage, torch.arange(4))
+    found = Objective(net, reference, options).terms(batch).detach().double()
+    wanted = -advantage - 0.2 * entropy + 0.3 * far
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [{"clip": float("inf")}, {"clip": 0.0}, {"temperature": 0.0}])
+def test_options_that_would_make_nan_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(OptionError, match="stage_b"):
+        PolicyOptions(**wrong)  # type: ignore[arg-type]
 
 
 def test_speed_is_paid_for_right_answers_only_unless_asked() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +13,15 @@ import torch
 
 from hasten.arbitration.arbiter import Arbiter
 from hasten.errors import ModelError, OptionError
+from hasten.tasks import problems
 from hasten.tasks.screening import MAX_NEW_TOKENS
 from hasten.train.arbiter import evaluate, run
 from hasten.train.arbiter.episodes import Job, never
 from hasten.train.arbiter.nets import Gate
 from hasten.train.arbiter.policy import PolicyOptions
 from tests.train.arbiter_cases import DRAFT, asked, tiny
+
+ASK = run.ask
 
 OPTIONS = run.Options(
     families=("even",),
@@ -33,7 +37,7 @@ OPTIONS = run.Options(
 
 @pytest.fixture(autouse=True)
 def _problems(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ask(families: Any, split: str, count: int, seed: int) -> list[Any]:
+    def ask(families: Any, split: str, count: int, seed: int, *more: Any) -> list[Any]:
         return asked(count, split)
 
     monkeypatch.setattr("hasten.train.arbiter.fit.THRESHOLDS", 4)
@@ -116,6 +120,22 @@ def test_no_headroom_means_no_training_and_a_file_that_says_so(
     mine = tiny().generate(prompt, method=method, max_new_tokens=MAX_NEW_TOKENS)
     plain = tiny().generate(prompt, method="ar", max_new_tokens=MAX_NEW_TOKENS)
     assert mine.tokens == plain.tokens
+
+
+def test_what_a_specialist_was_trained_on_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"options": {"families": ["spell", "reverse"], "problems": 30, "seed": 0}}
+    stored = SimpleNamespace(facts=facts)
+    monkeypatch.setattr(run, "ask", ASK)
+    monkeypatch.setattr(run.store, "read", lambda folder: stored)
+    known = run.studied(tiny(), "cospec:target,draft=early-exit,modules=somewhere")
+    trained_on = {p.item for f in ("spell", "reverse") for p in problems([f], "train", 30, seed=0)}
+    assert known == trained_on
+    families = ("spell", "reverse", "plural")
+    without = ASK(families, "train", 60, 0, known)
+    assert len(without) == 60
+    assert not known & {p.item for p in without}
+    assert known & {p.item for p in ASK(families, "train", 60, 0)}, "they would have been"
+    assert run.studied(tiny(), f"cospec:target,{DRAFT}") == frozenset()
 
 
 def test_an_arbiter_of_another_draft_is_refused(tmp_path: Path) -> None:

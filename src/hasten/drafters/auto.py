@@ -15,10 +15,11 @@ import numpy as np
 import torch
 
 from hasten.drafters.base import BaseDrafter, DraftContext
+from hasten.drafters.copies import COPIES, add_copies, check_copies
 from hasten.drafters.exit_session import ExitSession
 from hasten.drafters.exit_tree import Growth, grow
 from hasten.drafters.logits_tree import grow_logits
-from hasten.drafters.ranks import CHECKED, COPIED, MAX_LENGTH, agreement, checked_rank, copied_rank
+from hasten.drafters.ranks import MAX_LENGTH
 from hasten.drafters.successors import SuccessorTable
 from hasten.drafters.suffix import Suffix
 from hasten.drafters.suffix_guess import Guess
@@ -26,8 +27,6 @@ from hasten.drafters.tree_builder import TreeBuilder
 from hasten.exits.bank import ExitBank
 from hasten.types import Budget, Draft, Round, RowSignals, Signals
 
-COPIES = 0.75
-"""Share of the budget that copies may take."""
 SURE = 0.8
 """Where a copy's first token has at least this chance, the module isn't asked."""
 GROWTH = Growth(steps=2)
@@ -124,21 +123,14 @@ class Auto(BaseDrafter):
         """Copies first, then the logits tree."""
         tree = TreeBuilder(ctx.ids[-1], budget.nodes, budget.depth)
         guess = self._suffix.guess(round(COPIES * (budget.nodes - 1)), budget.depth)
-        nodes: list[int] = []
-        for at, (token, parent) in enumerate(zip(guess.tokens, guess.parents, strict=True)):
-            above = nodes[parent] if parent >= 0 else 0
-            agrees = agreement(token, self._successors.get(tree.tokens[above]))
-            rank = copied_rank(guess.lengths[at], guess.chances[at], agrees)
-            child = tree.add(above, token, COPIED, rank)
-            assert child is not None  # the guess keeps to the budget
-            nodes.append(child)
+        copied = add_copies(tree, guess, self._successors)
         rivals: dict[int, int] = {}
         if (
             self._session is not None
             and not self._copies_are_sure(guess)
             and self._worth.ask(ctx.others)
         ):
-            rivals = self._ask(tree, ctx, dict(zip(nodes, guess.chances, strict=True)))
+            rivals = self._ask(tree, ctx, copied)
         grow_logits(tree, self._successors, self.breadth, rivals=rivals, eos_ids=self._eos_ids)
         return tree.draft()
 
@@ -162,12 +154,7 @@ class Auto(BaseDrafter):
         said = grow(tree, session, run, ctx, self._growth, eos_ids=self._eos_ids)
         named = [token for token, _ in said[0]]
         self._worth.note(named, [*others, *self._successors.get(root)[:FEW]])
-        for node, chance in copied.items():
-            pairs = said.get(tree.parents[node])
-            if pairs is not None:
-                chance_said = dict(pairs).get(tree.tokens[node], 0.0)
-                tree.sources[node] = CHECKED
-                tree.ranks[node] = checked_rank(chance, chance_said)
+        check_copies(tree, copied, said)
         return dict.fromkeys(said, MAX_LENGTH)
 
     def observe(self, round: Round) -> None:

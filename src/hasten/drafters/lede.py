@@ -15,21 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from hasten.drafters.auto import COPIES
 from hasten.drafters.base import BaseDrafter, DraftContext
+from hasten.drafters.copies import COPIES, add_copies, check_copies
 from hasten.drafters.early_exit import EarlyExit
 from hasten.drafters.exit_session import ExitSession
 from hasten.drafters.exit_tree import grow
 from hasten.drafters.logits_tree import grow_logits
-from hasten.drafters.ranks import (
-    CHECKED,
-    COPIED,
-    MAX_LENGTH,
-    MODULE,
-    agreement,
-    checked_rank,
-    copied_rank,
-)
+from hasten.drafters.ranks import MAX_LENGTH, MODULE
 from hasten.drafters.successors import SuccessorTable
 from hasten.drafters.suffix import Suffix
 from hasten.drafters.suffix_guess import Guess
@@ -152,23 +144,11 @@ class Lede(BaseDrafter):
             assert self._walk is not None
             return self._walk.propose(ctx, budget)
         tree = TreeBuilder(ctx.ids[-1], budget.nodes, budget.depth)
-        copied = self._copy(tree, guess) if arm.copies else {}
+        copied = add_copies(tree, guess, self._successors) if arm.copies else {}
         rivals = {} if arm.growth is None else self._ask(tree, arm, ctx, copied)
         if arm.copies:
             grow_logits(tree, self._successors, BREADTH, rivals=rivals, eos_ids=self._eos_ids)
         return tree.draft()
-
-    def _copy(self, tree: TreeBuilder, guess: Guess) -> dict[int, float]:
-        """Add the copies; their nodes and chances."""
-        nodes: list[int] = []
-        for at, (token, parent) in enumerate(zip(guess.tokens, guess.parents, strict=True)):
-            above = nodes[parent] if parent >= 0 else 0
-            agrees = agreement(token, self._successors.get(tree.tokens[above]))
-            rank = copied_rank(guess.lengths[at], guess.chances[at], agrees)
-            child = tree.add(above, token, COPIED, rank)
-            assert child is not None  # the guess keeps to the budget
-            nodes.append(child)
-        return dict(zip(nodes, guess.chances, strict=True))
 
     def _ask(
         self, tree: TreeBuilder, arm: Arm, ctx: DraftContext, copied: dict[int, float]
@@ -181,11 +161,7 @@ class Lede(BaseDrafter):
         self.chooser.steps = 1 + max(tree.depths[node] for node in said)
         named, chance = said[0][0] if said[0] else (None, 0.0)
         self._state.asked(named, chance)
-        for node, guessed in copied.items():
-            pairs = said.get(tree.parents[node])
-            if pairs is not None:
-                tree.sources[node] = CHECKED
-                tree.ranks[node] = checked_rank(guessed, dict(pairs).get(tree.tokens[node], 0.0))
+        check_copies(tree, copied, said)
         return dict.fromkeys(said, MAX_LENGTH)
 
     @torch.inference_mode()

@@ -136,10 +136,12 @@ class Speculation:
         from hasten.verify import pick_verifier
 
         rows = len(call.rows)
-        if get(self.method.name).population:
+        kind = get(self.method.name)
+        if kind.population or kind.arbitrates:
+            how = "answers by a population" if kind.population else "decides by a rule of its own"
             raise OptionError(
                 "method",
-                f"{self.method.name!r} answers by a population, not inside generate",
+                f"{self.method.name!r} {how}, not inside generate",
                 "Use hasten.load(...).generate, or another method",
             )
         if streamer is not None and rows > 1:

@@ -65,9 +65,11 @@ class Keeper:
     def _settle_one(self, block: Block, kept: int, found: Verified, round: int) -> None:
         """Choose the particle that goes on, and keep its rows: all others become copies of it."""
         population = self._population
-        copies = population.resample(round) if population.running else {}
+        going = bool(population.running)
+        copies = population.resample(round) if going else {}
         if not population.running:
-            population.note()
+            if not going:
+                population.note()
             self._drafting.retire([p.slot for p in population.particles])
             self.close()
             return

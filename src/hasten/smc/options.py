@@ -128,14 +128,25 @@ def _early_exit(options: SMCOptions, context: MethodContext) -> MakeProposal:
     return lambda: ExitProposal(target, bank)
 
 
+COLDEST = 0.2
+"""The least draft temperature, as a share of the request's."""
 EXIT_WARMTH = 0.6
 """An exit's temperature, as a share of the request's: its answers' probability under the embedded
 model is then plain decoding's (docs/methods/smc.md). An exit's law is flatter than the model's."""
 
 
 def draft_temperature(options: SMCOptions, temperature: float) -> float:
-    """The draft's, for a request of this `temperature`."""
+    """The draft's, for a request of this `temperature`. Raises OptionError for one that leaves the
+    draft next to nothing but its likeliest tokens: what it never draws is missing for any number of
+    particles."""
     if options.draft_temperature >= 0:
+        need(
+            "smc.draft_temperature",
+            options.draft_temperature >= COLDEST * temperature or options.mix > 0,
+            f"at least {COLDEST:g} of the request's temperature {temperature:g} (or mix above 0): "
+            "a colder draft hardly reaches most tokens",
+            options.draft_temperature,
+        )
         return options.draft_temperature
     return temperature * (EXIT_WARMTH if options.draft == "early-exit" else 1.0)
 

@@ -28,7 +28,7 @@ class Point:
     """A mismatch as a rule meets it.
 
     scalars        the arbiter's inputs, float32 values (`hasten.arbitration.features`)
-    position       the token's place in prompt and answer; block: its place in the draft, from 0
+    position       the token's place in the answer; block: its place in the draft, from 0
     draft, target  the two tokens
     votes          what other rules would do here, by name: True keeps the draft's token
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,13 @@ if TYPE_CHECKING:
 PLAIN = "target only"
 ALONE = "plain decoding"
 """Without any draft: what tokens a second are compared with."""
-STAGES = {"CoSpec A": "stages/stage_a.json", "CoSpec A+B": "stages/stage_b_arbiter.json"}
+STAGES = {
+    "shuffled labels": "stages/shuffled.json",
+    "CoSpec A, first": "stages/stage_a_first.json",
+    "CoSpec A": "stages/stage_a.json",
+    "CoSpec A+B": "stages/stage_b_arbiter.json",
+}
+"""Arms that were trained, and where; the last one is shown beside random decisions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +80,8 @@ def measure(
     check_belongs(arbiter, target=about["target"], draft=about["draft"], where=str(folder))
     judge = judge_of(llm, folder)
     rules = grid(judge)
+    # The judge's votes are remembered with the answers: another judge has other votes.
+    told = {**about, "judge": _digest(judge)}
     started = time.monotonic()
     memories: list[Memory] = []
     engines: list[Engine] = []
@@ -83,9 +92,8 @@ def measure(
         path = work / f"arms_{split}.jsonl"
         names = [each.id for each in some]
         engines.append(engine)
-        memories.append(
-            Memory(engine, names, path=path, identity=about, voters=tuple(voters(rules)))
-        )
+        votes = tuple(voters(rules))
+        memories.append(Memory(engine, names, path=path, identity=told, voters=votes))
         asked.append(some)
     bench = Bench(asked[0], asked[1], engines[0], engines[1], memories[0], memories[1], say)
     try:
@@ -116,6 +124,12 @@ def judge_of(llm: LLM, folder: Path) -> LinearJudge | None:
         return None
     info = llm.target.info
     return LinearJudge.load(path, size=info.hidden_size, target=info.fingerprint)
+
+
+def _digest(judge: LinearJudge | None) -> str:
+    if judge is None:
+        return ""
+    return hashlib.sha256(judge.w.numpy().tobytes() + str(judge.b).encode()).hexdigest()[:16]
 
 
 def _arms(bench: Bench, arbiter: Arbiter, folder: Path, rules: Mapping[str, Any]) -> dict[str, Any]:

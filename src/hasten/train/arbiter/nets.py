@@ -108,7 +108,7 @@ def table(points: Sequence[Point]) -> torch.Tensor:
 class Scores:
     """A net's probabilities for the draft, each mismatch computed once."""
 
-    def __init__(self, net: ArbiterNet) -> None:
+    def __init__(self, net: nn.Module) -> None:
         self._net = net
         self._known: dict[tuple[float, ...], float] = {}
 

@@ -42,8 +42,8 @@ class Headroom:
 
     @property
     def enough(self) -> bool:
-        """Whether training makes sense."""
-        return self.gain >= LEAST_GAIN
+        """Whether training makes sense: luck is no gain."""
+        return self.gain - self.lucky >= LEAST_GAIN
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""

@@ -7,6 +7,7 @@ surrogate and the entropy term are torchrl's; advantages are relative to a probl
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributions import Bernoulli, kl_divergence
 
-from hasten.errors import CapabilityError
+from hasten.errors import CapabilityError, OptionError
 from hasten.train.arbiter.episodes import Decide, Decisions, Episode, Job, Point, Runner
 from hasten.train.arbiter.fit import Choice, accuracy, choose
 from hasten.train.arbiter.nets import ArbiterNet, Gate, Scores, table
@@ -39,6 +40,9 @@ class PolicyOptions:
     speed_if_correct  wrong answers get nothing for their speed: else a policy drifts to the draft
                 on problems that neither model solves
     clip, kl, entropy   of the objective; kl is against the policy that stage A made
+    temperature  of the policy that rolls out and is improved, sigma(f / temperature): stage A's
+                net is sure of itself, and a policy that hardly varies learns nothing. Not of the
+                arbiter that is deployed
     every       iterations between validations; patience: validations without a gain before it ends
     """
 
@@ -50,11 +54,18 @@ class PolicyOptions:
     clip: float = 0.2
     kl: float = 0.02
     entropy: float = 0.01
+    temperature: float = 2.0
     rate: float = 3e-3
     epochs: int = 4
     most_gradient: float = 1.0
     every: int = 2
     patience: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("clip", "temperature"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise OptionError(f"stage_b.{name}", f"must be above 0 and finite, got {value}")
 
 
 def reward(episode: Episode, options: PolicyOptions) -> float:
@@ -92,8 +103,9 @@ class Objective:
     """The loss of decisions under `net`; `reference` is what it should stay near."""
 
     def __init__(self, net: ArbiterNet, reference: ArbiterNet, options: PolicyOptions) -> None:
-        self._net, self._reference, self._kl = net, reference, options.kl
-        self._loss = _clipped(net, options)
+        self._net = Softened(net, options.temperature)
+        self._reference, self._kl = Softened(reference, options.temperature), options.kl
+        self._loss = _clipped(self._net, options)
 
     def terms(self, batch: Batch) -> torch.Tensor:
         """One for each decision, ``(n,)``; their mean over all decisions is the loss (a mean per
@@ -118,7 +130,20 @@ class Objective:
         return out + self._kl * near
 
 
-def _clipped(net: ArbiterNet, options: PolicyOptions) -> Any:
+class Softened(nn.Module):
+    """A net whose logits are divided by a temperature: the policy of stage B."""
+
+    def __init__(self, net: ArbiterNet, temperature: float) -> None:
+        super().__init__()
+        self.net, self.temperature = net, temperature
+
+    def forward(self, scalars: torch.Tensor) -> torch.Tensor:
+        """Logits ``(n,)`` of mismatches' scalars ``(n, scalars)``."""
+        made: torch.Tensor = self.net(scalars)
+        return made / self.temperature
+
+
+def _clipped(net: nn.Module, options: PolicyOptions) -> Any:
     """torchrl's PPO loss over `net`, without a critic: groups are their own baseline."""
     try:
         from tensordict.nn import (  # type: ignore[import-untyped]
@@ -172,7 +197,7 @@ def collect(
     key: Sequence[int],
 ) -> tuple[list[list[Episode]], torch.Tensor]:
     """Rollouts of each problem, and their rewards ``(problems, rollouts)``; `key` seeds draws."""
-    scores = Scores(net)
+    scores = Scores(Softened(net, options.temperature))
     jobs = []
     for problem in problems:
         for rollout in range(options.rollouts):
@@ -185,7 +210,7 @@ def collect(
 
 
 def batch_of(
-    groups: Sequence[Sequence[Episode]], rewards: torch.Tensor, net: ArbiterNet, gate: Gate
+    groups: Sequence[Sequence[Episode]], rewards: torch.Tensor, net: nn.Module, gate: Gate
 ) -> Batch | None:
     """The decisions of the groups that say anything; None when there are none. Where the gate
     decided, the policy didn't: such mismatches are left out."""
@@ -287,7 +312,7 @@ def train(
         count = min(options.problems, len(problems))
         chosen = random.Random(f"{seed} {iteration}").sample(list(problems), count)
         groups, rewards = collect(runner, net, gate, chosen, options, (seed, iteration))
-        batch = batch_of(groups, rewards, net, gate)
+        batch = batch_of(groups, rewards, Softened(net, options.temperature), gate)
         row: dict[str, Any] = {
             "iteration": iteration,
             "reward": float(rewards.mean()),

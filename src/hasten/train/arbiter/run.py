@@ -17,10 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hasten import methods
 from hasten.arbitration.arbiter import Arbiter
 from hasten.arbitration.features import SCALARS
 from hasten.arbitration.rollouts import draft_mark
+from hasten.builtin.cospec import SPECIALIST, specialist_folder
 from hasten.errors import OptionError
+from hasten.exits import store
 from hasten.tasks import Problem, available, problems
 from hasten.train.arbiter import policy
 from hasten.train.arbiter.engine import Engine, lucky_for
@@ -37,6 +40,14 @@ if TYPE_CHECKING:
 
 Log = Callable[[dict[str, Any]], None]
 HEADROOM_PROBLEMS = 200
+SHUFFLED = "shuffled labels"
+FILES = {
+    "A": "stage_a_first",
+    "A, again": "stage_a",
+    "A+B": "stage_b_arbiter",
+    SHUFFLED: "shuffled",
+}
+"""Where a stage's arbiter is kept, in the folder ``stages``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +106,25 @@ class Trained:
     arbiter: Arbiter
     headroom: Headroom
     stages: list[Stage] = field(default_factory=list)
-    control: Choice | None = None
-    """Of a fit to shuffled labels, which should gain nothing."""
+    control: Stage | None = None
+    """A fit to shuffled labels: what a threshold chosen on validation gains by itself."""
     pairs: list[Pair] = field(default_factory=list)
     """Branches of target-only answers."""
     seconds: float = 0.0
 
 
-def ask(families: Sequence[str], split: str, count: int, seed: int) -> list[Problem]:
-    """So many problems of a split, or as many as there are."""
-    return problems(families, split, min(count, most(families, split)), seed=seed)
+def ask(
+    families: Sequence[str],
+    split: str,
+    count: int,
+    seed: int,
+    without: frozenset[str] = frozenset(),
+) -> list[Problem]:
+    """So many problems of a split, or as many as there are; none about the items `without`."""
+    if not without:
+        return problems(families, split, min(count, most(families, split)), seed=seed)
+    every = problems(families, split, most(families, split), seed=seed)
+    return [each for each in every if each.item not in without][:count]
 
 
 def most(families: Sequence[str], split: str) -> int:
@@ -140,8 +160,10 @@ def run(
     started = time.monotonic()
     work = work or out / "answers"
     about = identity(llm, options.method)
+    # A draft knows the answers to what it was trained on: what it does there is no evidence.
+    known = studied(llm, options.method)
     train, validation = (
-        _split(llm, options, split, count, work, about, log)
+        _split(llm, options, split, count, work, about, known, log)
         for split, count in (("train", options.problems), ("validation", options.validation))
     )
     try:
@@ -155,6 +177,24 @@ def run(
     found.seconds = time.monotonic() - started
     write(out, found, options, about)
     return found
+
+
+def studied(llm: LLM, method: str) -> frozenset[str]:
+    """Items of task families that the draft of a ``cospec`` method was trained on: those of a
+    specialist (`hasten.train.arbiter.specialist`), none of other drafts."""
+    chosen = dict(methods.parse(method).options)
+    folder = chosen.get("modules") or ""
+    if chosen.get("draft") == SPECIALIST:
+        folder = specialist_folder(llm.target.info)
+    facts = store.read(folder).facts if folder else {}
+    told = facts.get("options", {})
+    if "problems" not in told:
+        return frozenset()
+    return frozenset(
+        each.item
+        for family in told["families"]
+        for each in ask([family], "train", told["problems"], told["seed"])
+    )
 
 
 def identity(llm: LLM, method: str) -> dict[str, Any]:
@@ -175,9 +215,10 @@ def _split(
     count: int,
     work: Path,
     about: Mapping[str, Any],
+    known: frozenset[str],
     log: Log,
 ) -> _Split:
-    asked = ask(options.families, split, count, options.seed)
+    asked = ask(options.families, split, count, options.seed, known)
 
     def report(made: int) -> None:
         log({"stage": "answers", "split": split, "made": made})
@@ -210,7 +251,7 @@ def _train(
     assert second is not None
     stages = [first, second]
     control = _control(validation, options, pairs)
-    log({"stage": "shuffled labels", **control.to_json()})
+    log({"stage": control.name, **control.choice.to_json()})
     best = max(stages, key=_order)
     if options.stage_b.iterations:
         stages.append(_stage_b(out, train, validation, options, best, log))
@@ -247,11 +288,12 @@ def _stage_a(
     return Stage(name, net, choice, len(pairs)), pairs
 
 
-def _control(validation: _Split, options: Options, pairs: list[Pair]) -> Choice:
+def _control(validation: _Split, options: Options, pairs: list[Pair]) -> Stage:
     mixed = shuffled(pairs, options.seed)
     kind, l2 = pick(mixed, options.kinds, seed=options.seed)
     net = fit(mixed, kind=kind, l2=l2, seed=options.seed)
-    return choose(validation.memory, validation.numbers, net, options.gate)[0]
+    choice = choose(validation.memory, validation.numbers, net, options.gate)[0]
+    return Stage(SHUFFLED, net, choice, len(pairs))
 
 
 def _stage_b(
@@ -306,12 +348,11 @@ def write(out: Path, found: Trained, options: Options, about: Mapping[str, Any])
             {"name": each.name, "kind": each.net.kind, "pairs": each.pairs, **each.choice.to_json()}
             for each in found.stages
         ],
-        "shuffled labels": found.control.to_json() if found.control else None,
+        SHUFFLED: found.control.choice.to_json() if found.control else None,
         "fallback": found.arbiter.fallback,
         "seconds": round(found.seconds),
     }
     found.arbiter.save(out)
-    for stage in found.stages:
-        name = {"A": "stage_a_first", "A, again": "stage_a", "A+B": "stage_b_arbiter"}[stage.name]
-        _deploy(stage, options, about).save(out / "stages" / f"{name}.json")
+    for stage in (*found.stages, *([found.control] if found.control else [])):
+        _deploy(stage, options, about).save(out / "stages" / f"{FILES[stage.name]}.json")
     (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
