@@ -175,3 +175,10 @@ def test_a_population_is_refused_by_name_in_every_engine(model: Any, engine: str
     fast = speculate("smc,draft=self", engine=engine)
     with pytest.raises(OptionError, match="method: 'smc' answers by a population"):
         generate(model, prompt(), fast, do_sample=True)
+
+
+@pytest.mark.parametrize("engine", ["transformers", "fused"])
+def test_arbitration_is_refused_by_name_before_anything_loads(model: Any, engine: str) -> None:
+    fast = speculate("cospec:typical,exits=2,modules=nowhere", engine=engine)
+    with pytest.raises(OptionError, match="method: 'cospec' decides by a rule of its own"):
+        generate(model, prompt(), fast)
