@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -134,6 +135,8 @@ def test_what_a_specialist_was_trained_on_is_not_asked(monkeypatch: pytest.Monke
     without = ASK(families, "train", 60, 0, known)
     assert len(without) == 60
     assert not known & {p.item for p in without}
+    counts = Counter(p.family for p in without)
+    assert set(counts.values()) == {20}, "the families take turns"
     assert known & {p.item for p in ASK(families, "train", 60, 0)}, "they would have been"
     assert run.studied(tiny(), f"cospec:target,{DRAFT}") == frozenset()
 

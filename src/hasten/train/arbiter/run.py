@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,11 +121,16 @@ def ask(
     seed: int,
     without: frozenset[str] = frozenset(),
 ) -> list[Problem]:
-    """So many problems of a split, or as many as there are; none about the items `without`."""
+    """So many problems of a split, or as many as there are, from the families in turn; none about
+    the items `without`."""
     if not without:
         return problems(families, split, min(count, most(families, split)), seed=seed)
-    every = problems(families, split, most(families, split), seed=seed)
-    return [each for each in every if each.item not in without][:count]
+    queues = [
+        [p for p in problems([f], split, most([f], split), seed=seed) if p.item not in without]
+        for f in dict.fromkeys(families)
+    ]
+    turns = (each for turn in zip_longest(*queues) for each in turn if each is not None)
+    return list(islice(turns, count))
 
 
 def most(families: Sequence[str], split: str) -> int:
