@@ -28,6 +28,7 @@ from hasten.types import FinishReason, Round, SamplingParams, TokenLogprob
 from hasten.verify import VERIFIERS, Verifier
 from tests.conformance.drafters import KINDS, KNOWING, ResumingTree, TestDrafter
 from tests.conformance.toy_target import ToyTarget, ToyTokenizer
+from tests.dflash import dflash_models
 from tests.exits import exit_tensors
 from tests.policies import lede_cases
 
@@ -66,6 +67,12 @@ REGISTERED: dict[str, tuple[str, ...]] = {
         "early-exit:lookup,modules=toy",
     ),
     "del": ("del,modules=toy,exits=0+2,ending=both",),
+    "dflash": (
+        "dflash,model=toy",
+        "dflash:adaflash,model=toy,rate=1.3,least=2",
+        "dflash:cost,model=toy",
+        "dflash,model=toy,draft=sample,draft_temperature=0.8",
+    ),
     "lede": (
         "lede,modules=toy,arms=toy/lede_arms.npz",
         "lede,modules=toy,arms=toy/lede_arms.npz,retrieval=off,online=off",
@@ -73,8 +80,8 @@ REGISTERED: dict[str, tuple[str, ...]] = {
     ),
     "auto": ("auto",),
 }
-"""How each registered method is prepared here; `load_other` knows the models named, ``modules=toy``
-are the random exit modules of `toy_modules`."""
+"""How each registered method is prepared here; `load_other` knows the models named, ``=toy`` is the
+folder of `toy_modules`."""
 
 
 COSTS = CostTable("toy", (1, 4, 16, 64), (64,), ((10.0, 11.0, 14.0, 26.0),))
@@ -132,8 +139,8 @@ _FOLDER = tempfile.TemporaryDirectory(prefix="hasten-toy-exits-")
 
 
 def toy_modules(info: TargetInfo) -> Path:
-    """A folder with exit modules of all kinds with random tensors for this toy target, over half
-    of its ids; by chance some of their drafts are right."""
+    """A folder with exit modules of all kinds, and a DFlash drafter, with random tensors for this
+    toy target, over half of its ids; by chance some of their drafts are right."""
     folder = Path(_FOLDER.name) / f"{info.fingerprint}-{info.vocab_size}"
     if not folder.is_dir():
         kinds = (("deep", 0), ("affine", 1), ("adapter", 2), ("deep", 3))
@@ -142,6 +149,7 @@ def toy_modules(info: TargetInfo) -> Path:
         tensors = [(each, exit_tensors.random_tensors(each)) for each in made]
         store.save(folder, info.fingerprint, range(0, info.vocab_size, 2), tensors, {})
         lede_cases.save_files(folder, info)
+        dflash_models.save_for(folder, info, ids=range(0, info.vocab_size, 2))
     return folder
 
 
@@ -157,7 +165,7 @@ TREE_DRAFTERS: dict[str, MakeDrafter] = {**DRAFTERS, ResumingTree.name: _toy(Res
 DRAWING = {"drawn", "drawn-tree", "mixed"} | {
     t
     for t in DRAFTERS
-    if t.startswith(("draft-model", "early-exit", "del,", "lede:paper"))
+    if t.startswith(("draft-model", "early-exit", "del,", "lede:paper", "dflash,model=toy,draft="))
     and "draw=off" not in t
     and not t.startswith("early-exit:lookup")
 }

@@ -16,6 +16,7 @@ from hasten.cli import options as opt
 from hasten.cli import train_arbiter
 from hasten.cli.guard import INTERRUPTED, Commands
 from hasten.cli.screen import err, load_model, out, table
+from hasten.cli.train_dflash import dflash
 from hasten.cli.train_exits import exits
 from hasten.cli.train_lede import lede
 from hasten.errors import OptionError
@@ -40,6 +41,7 @@ def main(context: typer.Context) -> None:
 
 
 app.command("exits")(exits)
+app.command("dflash")(dflash)
 app.add_typer(lede, name="lede")
 app.add_typer(train_arbiter.app, name="arbiter")
 

@@ -1,0 +1,1 @@
+"""Training block drafters (DFlash, AdaFlash): the target frozen, its own text."""
