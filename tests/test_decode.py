@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 import hasten.decode
 import hasten.decoding
@@ -13,6 +14,7 @@ import hasten.readback
 from hasten.decode import decode
 from hasten.decoding import Decoding
 from hasten.drafters.base import DraftContext
+from hasten.drafters.draft_model import DraftModel
 from hasten.errors import ContextError, OptionError
 from hasten.policies.base import FixedPolicy
 from hasten.types import (
@@ -243,3 +245,25 @@ def test_time_goes_where_it_was_spent(size: int, monkeypatch: pytest.MonkeyPatch
         else:  # the last token: nothing to draft
             assert times.total == 8 / size + 0.5
     assert total == clock.now
+
+
+# -- faults ----------------------------------------------------------------------------------------
+
+
+def test_what_a_requests_processor_raises_is_not_the_drafters_fault() -> None:
+    prompt = prompt_of(1)
+
+    class Mine(Exception):
+        pass
+
+    def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] > len(prompt):  # the drafter asks about drafted tokens first
+            raise Mine("here")
+        return scores
+
+    params = SamplingParams(max_new_tokens=20, temperature=0.9, processors=(processor,))
+    drafter = DraftModel(ToyTarget(bigram=0.7), vocab_size=24, num_tokens=4)
+    target = ToyTarget()
+    with pytest.raises(Mine, match="here"):
+        list(decode([request(target, prompt, params, drafter)]))
+    assert target.live == []

@@ -334,11 +334,7 @@ class LLM:
         kind = methods.get(spec.name)
         if not (kind.population or kind.arbitrates):
             _, verifier = pick_verifier(verify, greedy=params.is_greedy)
-        elif verify is not None:
-            why = "rejects nothing" if kind.population else "has a rule of its own"
-            raise OptionError(
-                "verify", f"plays no part in {spec.name}, which {why}", "Leave it out"
-            )
+        methods.check_verify(kind, verify)
         if rule is not None and not kind.arbitrates:
             raise OptionError("rule", f"plays no part in {spec.name}", "It is for cospec")
         ids = self.tokenize(prompt, template=template, system=system)

@@ -110,10 +110,12 @@ class Decoding(Opening):
         self.accelerated = info.device.type == "cuda"
         self.shares = isinstance(policy, Shared)
         self._most_rows = None if target.capabilities.rollback else 1
+        self._own_fault: Exception | None = None
+        """What the request's own options raised last, while the drafter was asking them."""
         self._context = DraftContext(
             ids=self._shown,
             sample=self._sample,
-            warp=self.sampler.probs,
+            warp=self._warp,
             greedy=params.is_greedy,
             run_rows=self._run_rows if target.capabilities.layer_ranges else None,
             embed=target.embed if drafter.needs.embeddings else None,
@@ -294,12 +296,22 @@ class Decoding(Opening):
 
     # -- helpers ---------------------------------------------------------------------------------
 
+    def _warp(self, prefix: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        """`Sampler.probs` for the drafter; what the request's processors raise isn't its fault."""
+        try:
+            return self.sampler.probs(prefix, logits)
+        except Exception as error:
+            self._own_fault = error
+            raise
+
     def _guard(self, what: str, call: Callable[..., Any], *args: Any) -> Any:
-        """Call the drafter; whatever it raises names it."""
+        """Call the drafter; whatever it raises by itself names it."""
         try:
             return call(*args)
         except Exception as error:
-            if isinstance(error, HastenError) and not isinstance(error, DrafterError):
+            own, self._own_fault = self._own_fault, None
+            told = isinstance(error, HastenError) and not isinstance(error, DrafterError)
+            if told or error is own:
                 raise
             kind = "" if isinstance(error, DrafterError) else f"{type(error).__name__}: "
             raise DrafterError(

@@ -293,6 +293,13 @@ def check_capabilities(method: Method, target: Target) -> None:
         )
 
 
+def check_verify(method: Method, verify: str | None) -> None:
+    """Refuse a verifier's name beside a method that verifies in its own way. Raises OptionError."""
+    if verify is not None and (method.population or method.arbitrates):
+        why = "rejects nothing" if method.population else "has a rule of its own"
+        raise OptionError("verify", f"plays no part in {method.name}, which {why}", "Leave it out")
+
+
 _WORDS = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
 
 

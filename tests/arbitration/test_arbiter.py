@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,7 @@ def test_exploring_draws_by_the_chance_and_tells_its_logarithm() -> None:
         {"theta": float("nan")},
         {"gate": 1.5},
         {"consecutive": -1},
+        {"weights": {"w": torch.zeros(34), "b": torch.tensor(0.0), "project": torch.zeros(16)}},
     ],
 )
 def test_what_cannot_decide_is_refused(changes: dict[str, Any]) -> None:
@@ -135,7 +137,16 @@ def test_broken_files_are_refused_by_name(tmp_path: Path) -> None:
     make().save(tmp_path)
     description = tmp_path / "arbiter.json"
     said = json.loads(description.read_text())
-    for change in ({"format": 99}, {"kind": "linear"}, {"theta": "high"}):
+    for change in (
+        {"format": 99},
+        {"kind": "linear"},
+        {"theta": "high"},
+        {"consecutive": math.inf},
+        {"consecutive": 2.5},
+        {"fallback": "false"},
+        {"meta": {**META, "length": "four"}},
+        {"meta": {**META, "length": 0}},
+    ):
         description.write_text(json.dumps({**said, **change}))
         with pytest.raises(ModelError, match="no arbiter that can be read"):
             Arbiter.load(tmp_path)
@@ -143,6 +154,14 @@ def test_broken_files_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "arbiter.safetensors").write_bytes(b"cut")
     with pytest.raises(ModelError, match="no arbiter that can be read"):
         Arbiter.load(tmp_path)
+
+
+def test_a_file_is_found_from_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make().save(tmp_path / "mine")
+    assert Arbiter.load("~/mine").meta == META
 
 
 def test_it_must_say_whose_it_is(tmp_path: Path) -> None:

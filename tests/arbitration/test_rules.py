@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -96,8 +97,28 @@ def test_a_judges_file_is_for_one_model(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match="belongs to other weights"):
             rules.LinearJudge.load(path, size=size, target=target)
     path.write_bytes(b"no")
-    with pytest.raises(ModelError, match="no linear judge"):
+    for broken in (path, tmp_path):
+        with pytest.raises(ModelError, match="no linear judge"):
+            rules.LinearJudge.load(broken, size=4, target="mine")
+
+
+@pytest.mark.parametrize(
+    ("w", "b"), [(float("nan"), 0.0), (float("inf"), 0.0), (1.0, float("nan")), (1.0, -math.inf)]
+)
+def test_a_judge_with_numbers_that_are_none_is_refused(w: float, b: float, tmp_path: Path) -> None:
+    path = tmp_path / "judge.safetensors"
+    save_file({"w": torch.full((4,), w), "b": torch.tensor(b)}, path, metadata={"target": "mine"})
+    with pytest.raises(ModelError, match=r"judge\.safetensors.*aren't finite"):
         rules.LinearJudge.load(path, size=4, target="mine")
+
+
+def test_a_judges_file_is_found_from_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tensors = {"w": torch.ones(4), "b": torch.tensor(0.5)}
+    save_file(tensors, tmp_path / "judge.safetensors", metadata={"target": "mine"})
+    assert rules.LinearJudge.load("~/judge.safetensors", size=4, target="mine").b == 0.5
 
 
 @pytest.mark.parametrize(
@@ -109,6 +130,7 @@ def test_a_judges_file_is_for_one_model(tmp_path: Path) -> None:
         (lambda: rules.Fuzzy("euclid"), "divergence"),
         (lambda: rules.KL(-0.1), "threshold"),
         (lambda: rules.Mentored(-1), "budget"),
+        (lambda: rules.Mentored(math.inf), "budget"),
         (lambda: rules.Cascade("niagara"), "cascade"),
         (lambda: rules.Cascade(alpha=2), "alpha"),
         (lambda: rules.BiLD(-1), "rollback"),

@@ -117,7 +117,9 @@ def test_a_reduced_vocabulary_and_the_prompts_ids_are_all_that_is_drafted(
 
 
 def test_without_a_drafter_the_error_names_the_way_to_one(llm: LLM) -> None:
-    with pytest.raises(OptionError, match=r"dflash.model: no drafter is shipped.*train dflash"):
+    with pytest.raises(
+        OptionError, match=r"dflash.model: no DFlash drafter is shipped.*train dflash"
+    ):
         llm.generate("Say it.", method="dflash", **PLAIN)
     with pytest.raises(OptionError, match=r"dflash.model: there is no folder '/nowhere/at/all'"):
         llm.generate("Say it.", method="dflash,model=/nowhere/at/all", **PLAIN)

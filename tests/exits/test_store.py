@@ -120,6 +120,8 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
     "another format": lambda f: _edit(f, lambda d: d.update(format=99)),
     "a module of no kind": lambda f: _edit(f, lambda d: d["modules"][0].update(kind="x")),
     "a module with an odd field": lambda f: _edit(f, lambda d: d["modules"][0].update(odd=1)),
+    "no mapping": lambda f: (f / store.DESCRIPTION).write_text("[]"),
+    "modules that are text": lambda f: _edit(f, lambda d: d.update(modules=["x"])),
     "a layer that is text": lambda f: _edit(f, lambda d: d["modules"][1].update(layer="1")),
     "tensors cut off": lambda f: (f / store.TENSORS).write_bytes(
         (f / store.TENSORS).read_bytes()[:-200]
@@ -139,6 +141,13 @@ def test_a_damaged_folder_is_refused_by_name(damage: str, folder: Path) -> None:
         store.read(folder)
     assert str(folder) in str(caught.value)
     assert "hasten train exits" in str(caught.value)
+
+
+def test_a_folder_is_found_from_the_home_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert store.read(f"~/{folder.name}").fingerprint == "tiny"
 
 
 def test_a_folder_that_isnt_there_is_refused_by_name(tmp_path: Path) -> None:

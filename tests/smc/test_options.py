@@ -1,16 +1,20 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+import torch
 
 from hasten.errors import CapabilityError, OptionError, VocabularyError
 from hasten.exits import store
 from hasten.methods import MethodContext
 from hasten.smc.exit_proposal import ExitProposal
 from hasten.smc.options import (
+    LEAST_ALPHA,
+    MOST_ALPHA,
     SMCOptions,
     check_mix,
     draft_temperature,
@@ -18,6 +22,7 @@ from hasten.smc.options import (
     prepare,
 )
 from hasten.smc.proposals import ModelProposal
+from hasten.smc.weights import powered
 from tests.conformance.toy_target import ToyTokenizer
 from tests.exits import exit_models as tiny
 from tests.exits.exit_requests import EVEN
@@ -55,13 +60,15 @@ def test_every_option_says_what_it_is_for() -> None:
         {"particles": 0},
         {"particles": 257},
         {"length": 0},
-        {"draft": "dflash"},
+        {"draft": "eagle"},
         {"draft_temperature": 0.0},
         {"draft_temperature": float("nan")},
         {"mix": 1.0},
         {"ending": 1.0},
         {"alpha": 0.0},
         {"alpha": float("inf")},
+        {"alpha": 1e300},
+        {"alpha": 1e-300},
         {"threshold": -0.1},
         {"resampler": "coin"},
         {"first_token": "none"},
@@ -74,6 +81,26 @@ def test_values_out_of_range_are_refused_by_name(wrong: dict[str, Any]) -> None:
     (name,) = wrong
     with pytest.raises(OptionError, match=rf"^smc\.{name}: must be"):
         SMCOptions(**wrong)
+
+
+@pytest.mark.parametrize("option", ["draft_temperature", "threshold"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")], ids=str)
+def test_a_number_without_end_is_told_to_be_finite(option: str, value: float) -> None:
+    with pytest.raises(OptionError, match=rf"^smc\.{option}: must be finite"):
+        SMCOptions(**{option: value})
+
+
+@pytest.mark.parametrize("alpha", [LEAST_ALPHA, MOST_ALPHA])
+def test_every_power_allowed_has_a_law(alpha: float) -> None:
+    log_p = torch.log_softmax(torch.tensor([[3e4, 0.0, -3e4, -math.inf]]), 1)
+    law, totals = powered(log_p, alpha)
+    assert float(law.exp().sum()) == pytest.approx(1)
+    assert bool(torch.isfinite(totals).all())
+
+
+def test_its_one_exit_is_told_as_one() -> None:
+    told = {field.name: field.metadata["help"] for field in fields(SMCOptions)}["exits"]
+    assert "+" not in told
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,34 @@ def test_what_makes_no_sense_is_refused_in_one_line(
     assert not (tmp_path / "arbiter.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (("--iterations", "-1"), "--iterations: must be at least 0"),
+        (("--rollouts", "0"), "--rollouts: must be at least 1"),
+        (("--speed", "nan"), "--speed: must be finite"),
+    ],
+)
+def test_a_second_stage_that_cannot_be_is_refused_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], line: str
+) -> None:
+    def load(*args: Any, **options: Any) -> Any:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(train_arbiter, "load_model", load)
+    got = CliRunner().invoke(app, ["train", "arbiter", "fit", "--out", str(tmp_path), *flags])
+    assert got.exit_code == 2
+    assert got.stderr.startswith(f"error: {line}")
+
+
+def test_a_file_is_no_folder_to_write_to(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    out = str(tmp_path / "taken")
+    got = CliRunner().invoke(app, ["train", "arbiter", "fit", "--out", out, "--draft", DRAFT])
+    assert got.exit_code == 2
+    assert got.stderr.startswith("error: --out: can't make the folder")
+
+
 def test_every_arm_of_a_table_but_the_oracle_is_timed_at_its_setting(tmp_path: Path) -> None:
     usual = ("--families", "parity", "--draft", DRAFT, "--length", 3)
     hasten("fit", "--out", tmp_path, *usual, "--problems", 4, "--validation", 4, "--kinds",

@@ -150,6 +150,11 @@ def test_an_arbiter_of_another_draft_is_refused(tmp_path: Path) -> None:
         tiny().generate("a", method=f"cospec,{DRAFT},length=3,arbiter={tmp_path}")
 
 
+def test_a_draft_longer_than_any_is_refused_before_anything_runs() -> None:
+    with pytest.raises(OptionError, match="length: must be at most"):
+        replace(OPTIONS, length=99)
+
+
 def test_options_that_make_no_sense_are_refused() -> None:
     with pytest.raises(OptionError, match="problems"):
         replace(OPTIONS, problems=0)

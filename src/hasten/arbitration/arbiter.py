@@ -105,7 +105,7 @@ class Arbiter:
         if self.kind == "mlp":
             shapes = {"w1": (WIDTH, width), "b1": (WIDTH,), "w2": (WIDTH,), "b2": ()}
         if project is not None:
-            shapes["project"] = (PROJECTED, *project.shape[1:])
+            shapes["project"] = (PROJECTED, project.shape[-1] if project.dim() == 2 else -1)
         found = {name: tuple(value.shape) for name, value in self.weights.items()}
         if found != shapes:
             return f"tensors {found}, wanted {shapes}"
@@ -187,9 +187,9 @@ class Arbiter:
                 std,
                 float(said["theta"]),
                 float(said["gate"]),
-                int(said["consecutive"]),
-                bool(said["fallback"]),
-                dict(said["meta"]),
+                _whole(said, "consecutive", 0),
+                _switch(said, "fallback"),
+                _meta(said),
             )
         except _UNREADABLE as error:
             raise ModelError(
@@ -205,12 +205,34 @@ _UNREADABLE = (
 """What a file that is missing, cut off or of another kind may raise."""
 
 
+def _whole(said: Mapping[str, Any], name: str, least: int) -> int:
+    value = said[name]
+    if type(value) is not int or value < least:
+        raise ModelError(f"{name} must be a whole number, at least {least}, got {value!r}")
+    return value
+
+
+def _switch(said: Mapping[str, Any], name: str) -> bool:
+    value = said[name]
+    if not isinstance(value, bool):  # bool("false") would be True
+        raise ModelError(f"{name} must be true or false, got {value!r}")
+    return value
+
+
+def _meta(said: Mapping[str, Any]) -> dict[str, Any]:
+    meta = dict(said["meta"])
+    if "length" in meta:
+        _whole(meta, "length", 1)
+    return meta
+
+
 def _plain(value: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor(value).detach().to("cpu", torch.float32)
 
 
 def _paths(place: Path) -> tuple[Path, Path]:
     """The description's and the tensors' paths."""
+    place = place.expanduser()  # no shell does it after `cospec,arbiter=`
     stem = place.with_suffix("") if place.suffix in (".json", ".safetensors") else place / NAME
     return stem.with_name(stem.name + ".json"), stem.with_name(stem.name + ".safetensors")
 

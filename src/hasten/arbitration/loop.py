@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import torch
 
 from hasten.arbitration.mismatch import Counts, Mismatch, Words
 from hasten.arbitration.rules import Rule
-from hasten.errors import DrafterError
+from hasten.errors import DrafterError, OptionError
 from hasten.judge import PassJudge
 from hasten.types import Decision, DraftTree
 from hasten.verify import Judge, Verdict, Wants, try_drawn
 
 GATE, CONSECUTIVE = 1e-3, 8
 """Of the safety gate, unless said otherwise."""
+
+_SLACK = 0.01
+"""A law's sum may be so far from 1: half precision rounds."""
 
 
 class Arbitration:
@@ -37,7 +41,8 @@ class Arbitration:
     consecutive  overrides at so many mismatches in a row at most; 0: no limit
     layer        the target's number of layers: whose output is its last state
 
-    A token that the request's options forbid (a ban, a grammar, a filter) is never kept.
+    A token that the request's options forbid (a ban, a grammar, a filter) is never kept, nor drawn
+    from a rule's law. Raises OptionError for a rule whose word is no truth, or whose law is none.
     """
 
     def __init__(
@@ -101,17 +106,45 @@ class Arbitration:
         kept = agreed
         if self._admits(m):
             if drawn is not None and emits:
-                law = self.rule.law(m)
+                law = self._law(m)
                 other, kid = try_drawn(tree, (node + 1,), law, drawn, judge, path)
                 kept = kid is not None
                 target = target if kept else other
             else:
-                kept = bool(self.rule.keep(m))
+                kept = self._word(m)
         if kept and agreed:
             return drafted, True
         self._counts = self._counts.after(kept)
         decisions.append(Decision(m.position, drafted, target, kept))
         return (drafted, True) if kept else (target, False)
+
+    def _word(self, m: Mismatch) -> bool:
+        """The rule's, which may be a user's own: nothing, or a text, is no answer."""
+        word: object = self.rule.keep(m)
+        if word is not None and not isinstance(word, str):
+            with suppress(TypeError, ValueError, RuntimeError):  # arrays of several
+                return bool(word)
+        raise OptionError(
+            "rule", f"{type(self.rule).__name__}.keep gave {word!r}, not True or False"
+        )
+
+    def _law(self, m: Mismatch) -> torch.Tensor:
+        """The rule's, which may be a user's own, without what the request forbids (that share is
+        given to none: drafts are accepted as ever); the target's where nothing is left."""
+        law: object = self.rule.law(m)
+        said = f"{type(self.rule).__name__}.law gave"
+        wanted = f"probabilities of shape ({len(m.p)},)"
+        if not isinstance(law, torch.Tensor) or law.shape != m.p.shape:
+            shown = tuple(law.shape) if isinstance(law, torch.Tensor) else repr(law)
+            raise OptionError("rule", f"{said} {shown}, not {wanted}")
+        law = law.to(m.p.device, torch.float32)
+        allowed = torch.where(m.p > 0, law, 0.0)
+        total, least, left = torch.stack([law.sum(), law.min(), allowed.sum()]).tolist()
+        if not (abs(total - 1) <= _SLACK and least >= 0):  # NaN compares as False
+            raise OptionError(
+                "rule", f"{said} numbers from {least:.3g}, of sum {total:.3g}, not {wanted}"
+            )
+        return allowed if left > 0 else m.p
 
     def _mismatch(
         self, judge: PassJudge, node: int, path: Sequence[int], drafted: int, target: int

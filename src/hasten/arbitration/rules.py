@@ -105,7 +105,7 @@ class Typical(Rule):
 
     def __init__(self, epsilon: float = 0.09, delta: float = 0.3) -> None:
         _need("epsilon", 0 <= epsilon <= 1, "in [0, 1]", epsilon)
-        _need("delta", 0 <= delta < math.inf, "at least 0", delta)
+        _need("delta", 0 <= delta < math.inf, "finite and at least 0", delta)
         self.epsilon, self.delta = epsilon, delta
 
     def keep(self, m: Mismatch) -> bool:
@@ -121,7 +121,7 @@ class Fuzzy(Rule):
     def __init__(self, divergence: str = "js", threshold: float = 0.3) -> None:
         known = ", ".join(laws.DIVERGENCES)
         _need("divergence", divergence in laws.DIVERGENCES, f"one of {known}", divergence)
-        _need("threshold", 0 <= threshold < math.inf, "at least 0", threshold)
+        _need("threshold", 0 <= threshold < math.inf, "finite and at least 0", threshold)
         self.divergence, self.threshold = laws.DIVERGENCES[divergence], threshold
 
     def keep(self, m: Mismatch) -> bool:
@@ -163,7 +163,8 @@ class LinearJudge(Rule):
         """From a safetensors file: w, b, and in its metadata ``target``, the fingerprint of the
         model it was trained for. Raises ModelError when it is another's."""
         try:
-            with safe_open(path, framework="pt") as file:
+            # no shell expands it after `cospec,weights=`
+            with safe_open(Path(path).expanduser(), framework="pt") as file:
                 meta = file.metadata() or {}
                 w, b = file.get_tensor("w").float(), float(file.get_tensor("b"))
         except (OSError, SafetensorError, ValueError, RuntimeError) as error:
@@ -173,6 +174,11 @@ class LinearJudge(Rule):
         if w.shape != (size,) or not target or meta.get("target") != target:
             raise ModelError(
                 f"the judge in {path} belongs to other weights than this model's: train its own"
+            )
+        if not (bool(torch.isfinite(w).all()) and math.isfinite(b)):
+            raise ModelError(
+                f"the judge in {path} holds numbers that aren't finite: train it again, or choose "
+                "another rule"
             )
         return cls(w, b, threshold)
 
@@ -185,7 +191,7 @@ class Mentored(Rule):
     emits = True
 
     def __init__(self, budget: float = 0.3) -> None:
-        _need("budget", 0 <= budget < math.inf, "at least 0", budget)
+        _need("budget", 0 <= budget < math.inf, "finite and at least 0", budget)
         self.budget = budget
 
     def law(self, m: Mismatch) -> torch.Tensor:

@@ -302,7 +302,7 @@ def _refuse_idle(options: CoSpecOptions, name: str, plays: bool, beside: str) ->
 
 def _cospec(options: CoSpecOptions, context: MethodContext) -> ArbitratedMaker:
     need("cospec.gate", options.gate < 1, "below 1", options.gate)
-    need("cospec.threshold", options.threshold < math.inf, "a number", options.threshold)
+    need("cospec.threshold", options.threshold < math.inf, "finite", options.threshold)
     draft = _draft(options, context)
     own = _rule(options, context.target, draft.mark)
     gate, consecutive = options.gate, options.consecutive

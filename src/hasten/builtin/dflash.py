@@ -75,20 +75,20 @@ def _refuse_contradictions(options: DFlashOptions) -> None:
         raise OptionError("dflash.draft_temperature", problem, "Leave draft_temperature out")
 
 
-def find_bank(target: Target, model: str) -> DFlashBank:
+def find_bank(target: Target, model: str, *, method: str = "dflash") -> DFlashBank:
     """The drafter in the folder named, or the one shipped for the target, ready to work. Raises
     OptionError, ModelError or CapabilityError before anything has run."""
     folder = Path(model).expanduser() if model else store.shipped(target.info)
     if folder is None:
         raise OptionError(
-            "dflash.model",
-            f"no drafter is shipped for {target.info.name}",
+            f"{method}.model",
+            f"no DFlash drafter is shipped for {target.info.name}",
             "Train one (`hasten train dflash`) or download one made for this model, and name its "
-            "folder: dflash,model=FOLDER",
+            "folder: model=FOLDER",
         )
     if not folder.is_dir():
         raise OptionError(
-            "dflash.model", f"there is no folder {str(folder)!r}", "Name the drafter's folder"
+            f"{method}.model", f"there is no folder {str(folder)!r}", "Name the drafter's folder"
         )
     return assemble(target, store.load(folder, target.info), draft_linear)
 

@@ -49,7 +49,7 @@ def find_exits(
     need(f"{method}.head", head in ("modules", "own"), "modules or own", head)
     layers = _layers(f"{method}.exits", exits, target)
     if not several and len(layers) > 1:
-        problem = f"this rule drafts from one exit, got {exits!r}"
+        problem = f"drafts here come from one exit, got {exits!r}"
         raise OptionError(f"{method}.exits", problem, "Name one")
     if head == "own":
         if modules:

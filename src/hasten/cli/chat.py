@@ -42,8 +42,6 @@ def chat(
     loading: opt.Loading,
 ) -> None:
     """Talk with the model; a turn runs only what is new since the last one."""
-    from hasten.verify import pick_verifier
-
     params = opt.sampling(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -54,7 +52,7 @@ def chat(
         stop=stop,
         seed=seed,
     )
-    pick_verifier(verify, greedy=params.is_greedy)
+    opt.check_method(method, params, verify)
     llm = load_model(model, method, **loading)
     session = Session(llm, system, {"params": params, "verify": verify}, show_stats=stats)
     talk(session, _terminal_lines() if sys.stdin.isatty() else _piped_line)

@@ -26,7 +26,7 @@ from hasten.errors import OptionError
 
 if TYPE_CHECKING:
     from hasten.api import LLM
-    from hasten.types import Result, SamplingParams
+    from hasten.types import Result
 
 PromptArgument = Annotated[
     str | None,
@@ -106,8 +106,8 @@ def generate(
     *,
     loading: opt.Loading,
 ) -> None:
-    """Answer one prompt, faster than plain decoding and with the same text."""
-    from hasten.methods import get
+    """Answer one prompt, faster than plain decoding and (lossy methods aside) with its text."""
+    from hasten.errors import ContextError
 
     _check_output(stream, trace=trace, json=json)
     text = _prompt(prompt, prompt_file)
@@ -123,12 +123,11 @@ def generate(
         seed=seed,
         logprobs=logprobs,
     )
-    _check_request(text, params, verify)
+    if not text:
+        raise ContextError("prompt: is empty. Give some text")
+    _check_trace(trace, method)
+    opt.check_method(method, params, verify)
     llm = load_model(model, method, **loading)
-    if trace and get(llm.method.name).population:
-        raise OptionError(
-            "trace", f"marks kept drafts, and {llm.method.name} weighs them instead", "Leave it out"
-        )
     request: dict[str, Any] = {
         "params": params,
         "verify": verify,
@@ -163,14 +162,15 @@ def _check_output(stream: bool | None, *, trace: bool, json: bool) -> None:
         raise OptionError("stream", f"contradicts --{'trace' if trace else 'json'}", "Choose one")
 
 
-def _check_request(text: str, params: SamplingParams, verify: str | None) -> None:
-    """The library's own checks of what needs no model, before one is loaded."""
-    from hasten.errors import ContextError
-    from hasten.verify import pick_verifier
+def _check_trace(trace: bool, method: str | None) -> None:
+    """Refuse to mark kept drafts where none is kept or refused."""
+    from hasten import methods
 
-    if not text:
-        raise ContextError("prompt: is empty. Give some text")
-    pick_verifier(verify, greedy=params.is_greedy)
+    if trace and method is not None:
+        name = methods.parse(method).name
+        if methods.get(name).population:
+            problem = f"marks kept drafts, and {name} weighs them instead"
+            raise OptionError("trace", problem, "Leave it out")
 
 
 def _prompt(prompt: str | None, path: Path | None) -> str:
@@ -249,4 +249,8 @@ def _as_json(llm: LLM, result: Result) -> dict[str, Any]:
     }
     if result.logprobs is not None:
         value["logprobs"] = [asdict(each) for each in result.logprobs]
+    if result.overrides:
+        value["overrides"] = [asdict(each) for each in result.overrides]
+    if result.population is not None:
+        value["population"] = asdict(result.population)
     return value

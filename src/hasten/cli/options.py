@@ -285,6 +285,34 @@ def sampling(**given: Any) -> SamplingParams:
     return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
 
+def check_method(method: str | None, params: SamplingParams, verify: str | None) -> None:
+    """What a method refuses whatever the model, before one is loaded. Raises OptionError."""
+    from hasten import methods
+    from hasten.verify import pick_verifier
+
+    kind = None if method is None else methods.get(methods.parse(method).name)
+    if kind is None or not (kind.population or kind.arbitrates):
+        pick_verifier(verify, greedy=params.is_greedy)
+        return
+    methods.check_verify(kind, verify)
+    if kind.population:
+        from hasten.smc.options import check_temperature
+
+        check_temperature(params.temperature)
+
+
+def make_folder(option: str, path: Path) -> None:
+    """Make a folder for what a command writes. Raises OptionError naming `option`."""
+    from hasten.errors import OptionError
+
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(
+            option, f"can't make the folder {path} ({error.strerror or error})", "Name another"
+        ) from error
+
+
 def read_text(option: str, path: Path) -> str:
     """A text file's content. Raises OptionError naming `option`."""
     from hasten.errors import OptionError

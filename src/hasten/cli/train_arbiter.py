@@ -269,7 +269,7 @@ def evaluate(
 @contextmanager
 def _shown(folder: Path) -> Iterator[_Show]:
     """Progress on stderr and a file of what happened; Ctrl-C ends in order."""
-    folder.mkdir(parents=True, exist_ok=True)
+    opt.make_folder("out", folder)
     console = err()
     with Bar(console=console, transient=True, disable=not console.is_terminal) as bar:
         try:

@@ -101,8 +101,8 @@ def exits(
         seed=seed,
     )
     keep_freed_memory()
+    opt.make_folder("out", out_folder)
     llm = load_model(model, "ar", dtype=dtype, device=device, kernels="torch")
-    out_folder.mkdir(parents=True, exist_ok=True)
     console = err()
     with Bar(console=console, transient=True, disable=not console.is_terminal) as bar:
         show = _Show(bar, out_folder / "log.jsonl", minutes)

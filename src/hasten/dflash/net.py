@@ -8,7 +8,7 @@ at a time, or without one for many blocks side by side under a mask.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -94,6 +94,12 @@ class DraftCache:
     def keep(self, rows: int) -> None:
         """Count the first `rows` of those written last, in every layer."""
         self.length += rows
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Become these rows of the batch, each a copy."""
+        for store in (self._keys, self._values):
+            for layer, held in store.items():
+                store[layer] = held[list(rows)]
 
     @property
     def nbytes(self) -> int:

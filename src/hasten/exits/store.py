@@ -91,7 +91,7 @@ def _describe(folder: Path, description: Mapping[str, Any]) -> None:
 
 def read(folder: str | Path) -> Stored:
     """A folder's modules. Raises ModelError, which says what is wrong and names the folder."""
-    folder = Path(folder)
+    folder = Path(folder).expanduser()  # no shell does it after `modules=`
     try:
         description = _description(folder)
         configs = tuple(ExitConfig.from_json(each) for each in description["modules"])
@@ -108,7 +108,8 @@ def read(folder: str | Path) -> Stored:
 
 
 _UNREADABLE = (
-    OSError, ValueError, KeyError, IndexError, TypeError, RuntimeError, SafetensorError, ModelError
+    OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError,
+    SafetensorError, ModelError,
 )  # fmt: skip
 """What a file that is missing, cut off or of another kind may raise."""
 

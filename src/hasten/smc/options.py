@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hasten.builtin.common import need, opt
-from hasten.builtin.exit_sources import EXITS, MODULES, find_exits
+from hasten.builtin.dflash import find_bank
+from hasten.builtin.exit_sources import MODULES, find_exits
 from hasten.errors import OptionError
+from hasten.exits.bank import DraftHead
 from hasten.methods import MethodContext
+from hasten.smc.dflash_proposal import DFlashProposal
 from hasten.smc.exit_proposal import ExitProposal, whole_vocabulary
 from hasten.smc.proposals import ModelProposal, Proposal, require_particles
 from hasten.smc.resampling import SCHEMES
+from hasten.targets.base import Target
+from hasten.targets.fused_native import draft_linear
 from hasten.types import SamplingParams
 from hasten.vocabulary import check_same_vocabulary
 
@@ -21,10 +26,14 @@ logger = logging.getLogger(__name__)
 
 MakeProposal = Callable[[], Proposal]
 
-DRAFTS = ("early-exit", "draft-model", "self")
+DRAFTS = ("early-exit", "draft-model", "dflash", "self")
 POPULATIONS = ("persistent", "committed")
 FIRST_TOKENS = ("per_particle", "shared")
 MOST_PARTICLES, MOST_LENGTH = 256, 64
+LEAST_ALPHA, MOST_ALPHA = 1e-3, 1e3
+"""Far outside of these a law to this power is nothing, or nothing but zeros, in float32."""
+
+_WARM = "finite and above 0 (a greedy draft can't reach every token)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +42,16 @@ class SMCOptions:
 
     particles: int = opt(4, "partial answers kept; more bring the law nearer to the model's")
     length: int = opt(4, "tokens drafted a round; each particle gains one more")
-    draft: str = opt("early-exit", "what drafts: early-exit, draft-model, or self (for controls)")
-    model: str = opt("", "with draft=draft-model: an id, a folder, a .gguf file or an alias")
-    exits: str = opt("", EXITS)
+    draft: str = opt(
+        "early-exit", "what drafts: early-exit, draft-model, dflash, or self (for controls)"
+    )
+    model: str = opt("", "with draft=draft-model: as --model; with dflash: the drafter's folder")
+    exits: str = opt("", "the exit's layer; empty: the lowest that has a module")
     modules: str = opt("", MODULES)
     head: str = opt("modules", "modules, or own: the model's norm and head (LayerSkip)")
-    vocabulary: str = opt("whole", "ids that exits draft: whole, or reduced to the modules' own")
+    vocabulary: str = opt(
+        "whole", "ids that exits and dflash draft: whole, or reduced to their own"
+    )
     draft_temperature: float = opt(-1.0, "negative: the request's, for exits 0.6 of it")
     ending: float = opt(-1.0, "the share of q that ends the answer; negative: 0, of exits 0.1")
     mix: float = opt(-1.0, "the uniform law's share in the draft's; negative: 0, or 0.05 if needed")
@@ -56,11 +69,12 @@ class SMCOptions:
         check("length", 1 <= self.length <= MOST_LENGTH, f"1 to {MOST_LENGTH}")
         check("ending", self.ending < 1, "below 1")
         check("mix", self.mix < 1, "below 1")
-        check("alpha", 0 < self.alpha < float("inf"), "above 0")
-        check("threshold", 0 <= self.threshold < float("inf"), "at least 0")
+        powers = f"{LEAST_ALPHA:g} to {MOST_ALPHA:g}"
+        check("alpha", LEAST_ALPHA <= self.alpha <= MOST_ALPHA, powers)
+        check("threshold", 0 <= self.threshold < float("inf"), "finite and at least 0")
         if not self.draft_temperature < 0:
             usable = 1e-5 <= self.draft_temperature < float("inf")
-            check("draft_temperature", usable, "above 0 (a greedy draft can't reach every token)")
+            check("draft_temperature", usable, _WARM)
         for option, known in (
             ("draft", DRAFTS),
             ("vocabulary", ("whole", "reduced")),
@@ -86,6 +100,8 @@ def prepare(options: SMCOptions, context: MethodContext) -> MakeProposal:
     _refuse_contradictions(options)
     if options.draft == "early-exit":
         return _early_exit(options, context)
+    if options.draft == "dflash":
+        return _dflash(options, context.target)
     vocab_size = context.target.info.vocab_size
     if options.draft == "self":
         return lambda: ModelProposal(context.target, vocab_size=vocab_size, name="self")
@@ -102,11 +118,15 @@ def _refuse_contradictions(options: SMCOptions) -> None:
     """Raise OptionError for options that play no part beside ``draft``."""
     exits = options.draft == "early-exit"
     for option, given, belongs in (
-        ("model", bool(options.model), options.draft == "draft-model"),
+        ("model", bool(options.model), options.draft in ("draft-model", "dflash")),
         ("exits", bool(options.exits), exits),
         ("modules", bool(options.modules), exits),
         ("head", options.head != "modules", exits),
-        ("vocabulary", options.vocabulary != "whole", exits and options.head == "modules"),
+        (
+            "vocabulary",
+            options.vocabulary != "whole",
+            (exits and options.head == "modules") or options.draft == "dflash",
+        ),
     ):
         if given and not belongs:
             raise OptionError(
@@ -126,6 +146,18 @@ def _early_exit(options: SMCOptions, context: MethodContext) -> MakeProposal:
         bank = whole_vocabulary(target, bank)
     check_mix(options, ExitProposal(target, bank))
     return lambda: ExitProposal(target, bank)
+
+
+def _dflash(options: SMCOptions, target: Target) -> MakeProposal:
+    bank = find_bank(target, options.model, method="smc")
+    slots = bank.config.block_size - 1
+    need(
+        "smc.length", options.length <= slots, f"1 to {slots}, the slots of a block", options.length
+    )
+    if options.vocabulary == "whole" and len(bank.head.ids) < target.info.vocab_size:
+        bank = replace(bank, head=DraftHead(None, bank.head.rows, draft_linear))
+    check_mix(options, DFlashProposal(target, bank))
+    return lambda: DFlashProposal(target, bank)
 
 
 COLDEST = 0.2
@@ -184,15 +216,20 @@ LEAST_TEMPERATURE = 1e-5
 """Below it the target's law is one token, and nearly every drafted particle loses all weight."""
 
 
-def check_params(params: SamplingParams, tokenizer: Any) -> None:
-    """Raise OptionError for what a population can't honour."""
-    if params.temperature < LEAST_TEMPERATURE:
+def check_temperature(temperature: float) -> None:
+    """Raise OptionError for one that leaves nothing to draw."""
+    if temperature < LEAST_TEMPERATURE:
         raise OptionError(
             "temperature",
-            f"smc needs at least {LEAST_TEMPERATURE}, got {params.temperature}: a greedy answer is "
-            "one text, which particles could only guess",
+            f"smc needs at least {LEAST_TEMPERATURE}, got {temperature}: a greedy answer is one "
+            "text, which particles could only guess",
             "Choose a lossless method for greedy answers, as auto or early-exit",
         )
+
+
+def check_params(params: SamplingParams, tokenizer: Any) -> None:
+    """Raise OptionError for what a population can't honour."""
+    check_temperature(params.temperature)
     if params.stop and tokenizer is None:
         raise OptionError(
             "stop", "stop strings need a tokenizer", "Give one, or use stop_token_ids instead"

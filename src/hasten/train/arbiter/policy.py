@@ -62,6 +62,12 @@ class PolicyOptions:
     patience: int = 4
 
     def __post_init__(self) -> None:
+        for name, least in (("iterations", 0), ("rollouts", 1)):
+            if getattr(self, name) < least:
+                problem = f"must be at least {least}, got {getattr(self, name)}"
+                raise OptionError(name, problem)
+        if not math.isfinite(self.speed):
+            raise OptionError("speed", f"must be finite, got {self.speed}")
         for name in ("clip", "temperature"):
             value = getattr(self, name)
             if not 0 < value < math.inf:

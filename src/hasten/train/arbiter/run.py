@@ -23,6 +23,7 @@ from hasten.arbitration.arbiter import Arbiter
 from hasten.arbitration.features import SCALARS
 from hasten.arbitration.rollouts import draft_mark
 from hasten.builtin.cospec import SPECIALIST, specialist_folder
+from hasten.drafters.early_exit import MAX_LENGTH
 from hasten.errors import OptionError
 from hasten.exits import store
 from hasten.tasks import Problem, available, problems
@@ -79,6 +80,8 @@ class Options:
         for name in ("problems", "validation", "branches", "length"):
             if getattr(self, name) < 1:
                 raise OptionError(name, f"must be at least 1, got {getattr(self, name)}")
+        if self.length > MAX_LENGTH:
+            raise OptionError("length", f"must be at most {MAX_LENGTH}, got {self.length}")
         if not self.families:
             raise OptionError("families", "names none")
         for kind in self.kinds:
