@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 BENCH_ARGS ?= --methods ar,prompt-lookup --suite mini
 
-.PHONY: venv demo test test-vllm lint bench clean
+.PHONY: venv demo test test-slow test-vllm lint bench clean
 
 venv: $(READY)
 
@@ -29,7 +29,11 @@ demo: $(READY)
 	@$(BIN)/python examples/demo.py
 
 test: $(READY)
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -m "not slow"
+
+# The tests that take longest; `make test` leaves them out.
+test-slow: $(READY)
+	@$(BIN)/python -m pytest -q -m slow
 
 # With vLLM itself, in an environment of its own (.venv-vllm, 3.4 GB, some minutes).
 test-vllm: $(READY)

@@ -60,6 +60,7 @@ def prompts(count: int) -> list[list[int]]:
     return [[generator.randrange(256) for _ in range(2 + n % 9)] for n in range(count)]
 
 
+@pytest.mark.slow
 def test_the_target_always_is_plain_decoding_on_fifty_prompts(
     llm: LLM, draft: str, folder: str
 ) -> None:
@@ -82,6 +83,7 @@ def test_the_draft_always_without_bonus_is_the_draft_models_own_text(llm: LLM, f
         assert [r.tokens for r in got] == want
 
 
+@pytest.mark.slow
 def test_the_embedded_model_is_plain_on_fifty_prompts(smollm2: Any) -> None:
     llm = LLM(smollm2, method="ar")
     generator = random.Random(1)

@@ -84,6 +84,7 @@ FLAT_DRAFT = Flat(6, mass=0.0, base=FLAT, share=0.6)
 FAR_DRAFT = Flat(6, mass=0.0, base=FLAT, share=0.9)
 
 
+@pytest.mark.slow
 def test_never_resampling_is_told_from_the_closed_form() -> None:
     """The test below is worth something: it fails where resampling is left out."""
     found, want = variances(4, FAR_DRAFT, threshold=0.0, count=400)

@@ -118,6 +118,7 @@ def test_a_file_is_no_folder_to_write_to(tmp_path: Path) -> None:
     assert got.stderr.startswith("error: --out: can't make the folder")
 
 
+@pytest.mark.slow
 def test_every_arm_of_a_table_but_the_oracle_is_timed_at_its_setting(tmp_path: Path) -> None:
     usual = ("--families", "parity", "--draft", DRAFT, "--length", 3)
     hasten("fit", "--out", tmp_path, *usual, "--problems", 4, "--validation", 4, "--kinds",

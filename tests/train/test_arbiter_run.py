@@ -77,6 +77,7 @@ def replace_fallback(folder: Path) -> None:
     path.write_text(json.dumps({**said, "fallback": False}))
 
 
+@pytest.mark.slow
 def test_the_same_command_goes_on_and_ends_in_the_same_arbiter(tmp_path: Path) -> None:
     options = replace(
         OPTIONS, force=True, stage_b=PolicyOptions(iterations=1, problems=4, rollouts=3, every=1)
@@ -165,6 +166,7 @@ def test_options_that_make_no_sense_are_refused() -> None:
 # -- the table
 
 
+@pytest.mark.slow
 def test_every_arm_answers_the_same_problems_and_the_table_prints_again_from_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
