@@ -32,7 +32,7 @@ from typing import Any
 
 import hasten
 from hasten.environment import command_line, machine, measure_load
-from hasten.errors import HastenError
+from hasten.errors import HastenError, OptionError
 from hasten.exits import store
 from hasten.tasks import QUALIFYING
 from hasten.train.arbiter import evaluate
@@ -48,6 +48,15 @@ def groups() -> dict[str, tuple[str, ...]]:
     """What the specialist has learned, and the other families."""
     learned = tuple(store.read(ASSETS / "specialist").facts["families"])
     return {"learned": learned, "others": tuple(f for f in QUALIFYING if f not in learned)}
+
+
+def measured(args: argparse.Namespace) -> dict[str, Any]:
+    """What --part accuracy has written."""
+    path = Path(args.json)
+    if not (args.json and path.is_file()):
+        raise OptionError("json", f"there is no file {args.json!r}", "Run --part accuracy first")
+    made: dict[str, Any] = json.loads(path.read_text())
+    return made
 
 
 def folder_of(args: argparse.Namespace) -> Path:
@@ -144,10 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", default="", help="every answer and time goes here")
     args = parser.parse_args(arguments)
     try:
-        if args.part == "accuracy":
-            made = accuracy(args)
-        else:
-            made = json.loads(Path(args.json).read_text())
+        made = accuracy(args) if args.part == "accuracy" else measured(args)
         if args.part == "speed":
             made = speed(args, made)
         if args.json and args.part != "print":

@@ -174,6 +174,11 @@ _REGISTRY: dict[str, Method] = {}
 _entry_points_read = False
 
 
+def is_lossy(spec: MethodSpec) -> bool:
+    """Whether the method may change what the model says."""
+    return get(spec.name).lossless != "yes"
+
+
 def register(method: Method) -> None:
     """Add a method. Raises OptionError when the name is taken."""
     if method.name in _REGISTRY:

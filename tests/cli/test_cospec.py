@@ -92,4 +92,4 @@ def test_methods_say_that_it_is_lossy_by_design(run: Hasten) -> None:
 def test_without_an_arbiter_one_line_says_what_to_do(generate: Hasten, told: Any) -> None:
     line = told(generate("abc", "--method", "cospec,head=own,exits=1"))
     assert line.startswith("cospec.arbiter: no arbiter is shipped for")
-    assert "rule=target" in line
+    assert "cospec:typical" in line

@@ -48,8 +48,17 @@ def test_json_has_where_the_draft_overrode_and_the_population(run: Hasten) -> No
     assert len(value["overrides"]) == value["metrics"]["overrides"] > 0
     for each in value["overrides"]:
         assert value["tokens"][each["position"]] == each["drafted"] != each["target"]
-        assert each["kept"]
+    assert value["lossless"] == "no (by design)"
     value = json.loads(run(*some, "smc", *WARM, "--seed", "1").stdout)
     answers, picked = value["population"]["answers"], value["population"]["picked"]
     assert sum(each["weight"] for each in answers) == pytest.approx(1)
     assert answers[picked]["tokens"] == value["tokens"]
+    assert answers[picked]["text"] == value["text"]
+
+
+@pytest.mark.parametrize("command", [("generate", "abc"), ("chat",)], ids=lambda c: str(c[0]))
+def test_a_lossy_method_says_so_beside_its_answers(run: Hasten, command: Any) -> None:
+    told = "note: cospec:typical is lossy"
+    some = ("-n", "8", "--method")
+    assert told in run(*command, *some, "cospec:typical", input="abc\n").stderr
+    assert "lossy" not in run(*command, *some, "prompt-lookup", input="abc\n").stderr

@@ -78,7 +78,7 @@ def _auto(options: AutoOptions, context: MethodContext) -> RequestMaker:
 METHODS = (
     Method(
         name="auto",
-        summary="copies and stored logits; verifies per round what pays here, or nothing",
+        summary="copies, a module's candidates, stored logits; verifies what pays here, or nothing",
         prepare=_auto,
         options=AutoOptions,
         requires=(),

@@ -261,9 +261,9 @@ def _learned(options: CoSpecOptions, target: Target, draft: str) -> rules.Learne
         if found is None:
             raise OptionError(
                 "cospec.arbiter",
-                f"no arbiter is shipped for {info.name} with this draft ({draft})",
-                "Train one (`hasten train arbiter`) and name it, or choose a rule that needs none: "
-                f"rule={', '.join(RULES)}",
+                f"no arbiter is shipped for {info.name} with this draft",
+                "Train one (`hasten train arbiter fit --out DIR`) and name it (arbiter=DIR), or "
+                "take a rule that needs none, as cospec:typical (`hasten methods cospec` has all)",
             )
         made = found
     trained = made.meta.get("length", options.length)

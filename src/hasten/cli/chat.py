@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from hasten.cli import options as opt
-from hasten.cli.screen import err, load_model, out, stats_table, write
+from hasten.cli.screen import err, load_model, out, stats_table, tell_lossy, write
 from hasten.errors import HastenError
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def chat(
     )
     opt.check_method(method, params, verify)
     llm = load_model(model, method, **loading)
+    tell_lossy(llm.method)
     session = Session(llm, system, {"params": params, "verify": verify}, show_stats=stats)
     talk(session, _terminal_lines() if sys.stdin.isatty() else _piped_line)
 

@@ -20,6 +20,7 @@ from hasten.cli.screen import (
     stats_table,
     summary_json,
     table,
+    tell_lossy,
     write,
 )
 from hasten.errors import OptionError
@@ -128,6 +129,7 @@ def generate(
     _check_trace(trace, method)
     opt.check_method(method, params, verify)
     llm = load_model(model, method, **loading)
+    tell_lossy(llm.method)
     request: dict[str, Any] = {
         "params": params,
         "verify": verify,
@@ -233,6 +235,8 @@ def _logprob_table(llm: LLM, result: Result) -> Table:
 
 def _as_json(llm: LLM, result: Result) -> dict[str, Any]:
     """The whole result as plain data."""
+    from hasten.methods import get
+
     value: dict[str, Any] = {
         "text": result.text,
         "tokens": list(result.tokens),
@@ -241,6 +245,7 @@ def _as_json(llm: LLM, result: Result) -> dict[str, Any]:
         "stop_reason": result.stop_reason,
         "seed": result.seed,
         "method": result.method,
+        "lossless": get(llm.method.name).lossless,
         "model": llm.target.info.name,
         "dtype": str(llm.target.info.dtype).removeprefix("torch."),
         "kernels": llm.target.info.kernels,
@@ -250,7 +255,18 @@ def _as_json(llm: LLM, result: Result) -> dict[str, Any]:
     if result.logprobs is not None:
         value["logprobs"] = [asdict(each) for each in result.logprobs]
     if result.overrides:
-        value["overrides"] = [asdict(each) for each in result.overrides]
+        value["overrides"] = [
+            {
+                "position": each.position,
+                "drafted": each.drafted,
+                "drafted_text": _show(llm, each.drafted),
+                "target": each.target,
+                "target_text": _show(llm, each.target),
+            }
+            for each in result.overrides
+        ]
     if result.population is not None:
         value["population"] = asdict(result.population)
+        for answer in value["population"]["answers"]:
+            answer["text"] = llm.tokenizer.decode(answer["tokens"], skip_special_tokens=True)
     return value

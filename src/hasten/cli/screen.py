@@ -16,6 +16,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from hasten.api import LLM
+    from hasten.methods import MethodSpec
     from hasten.metrics import Summary
 
 
@@ -124,6 +125,14 @@ def quiet_transformers() -> None:
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
+def tell_lossy(method: MethodSpec) -> None:
+    """On stderr, for a method whose answers needn't be the model's."""
+    from hasten.methods import is_lossy
+
+    if is_lossy(method):
+        err().print(f"note: {method} is lossy: the model may have said something else", style="dim")
+
+
 def stats_table(summary: Summary, method: str, dtype: str = "") -> Table:
     """The figures of one answer, or of several merged."""
     from hasten.methods import get, parse
@@ -135,11 +144,13 @@ def stats_table(summary: Summary, method: str, dtype: str = "") -> Table:
         "mean accepted length",
         f"{summary.mean_accepted_length:.2f} tokens a pass (plain decoding: 1.00)",
     )
-    rows.add_row("decode speed", f"{summary.tokens_per_s:.1f} tokens/s after the first token")
+    # Plain decoding has its first token from the prompt's pass; a method that hasn't says so.
+    after = " after the first" if summary.pass_tokens < summary.new_tokens else ""
+    rows.add_row("decode speed", f"{summary.tokens_per_s:.1f} tokens/s{after and after + ' token'}")
     rows.add_row("time to first token", f"{1e3 * summary.time_to_first_token_s:.0f} ms")
     rows.add_row(
         "passes",
-        f"{summary.target_passes} for {summary.pass_tokens} tokens after the first",
+        f"{summary.target_passes} for {summary.pass_tokens} tokens{after}",
     )
     if summary.drafted:
         kept = f"{summary.acceptance_rate:.0%} of {summary.drafted} drafted tokens kept"

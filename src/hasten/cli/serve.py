@@ -142,10 +142,9 @@ def serve(
 ) -> None:
     """Serve a model to OpenAI clients on this machine, with a page to chat on."""
     _need_extra()
-    from hasten.methods import split
+    from hasten.methods import is_lossy, split
     from hasten.serve.app import create_app
     from hasten.serve.run import Server, address, bind
-    from hasten.serve.service import is_lossy
     from hasten.serve.settings import LOOPBACK, ServerOptions
 
     local = host in (*LOOPBACK, "::1") or host.startswith("127.")

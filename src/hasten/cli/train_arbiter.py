@@ -66,7 +66,7 @@ Work = Annotated[
         "--work",
         metavar="DIR",
         help="Where answers (or states) are kept between runs.",
-        show_default="in the folder of --out",
+        show_default="beside the arbiter",
     ),
 ]
 Dtype = Annotated[str, typer.Option("--dtype", metavar="NAME", help="float32, bfloat16, float16.")]

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 _LEGEND = """\
 E[Z]: mean evidence, 1 where nothing is missed. relVar: its relative variance.
-KL, TV: bounds on how far the answers' law is from the model's (nats; 0 to 1).
+KL, TV: bounds on how far the answers' law is from the model's (nats; 0 to 1, none
+where the bound says nothing).
 ESS / N: share of particles that count. collapsed: rounds without any weight."""
 
 RUNS = 16

@@ -19,12 +19,13 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from hasten.methods import is_lossy
 from hasten.serve.faults import ApiError
 from hasten.serve.fields import read_json
 from hasten.serve.gate import Gate
 from hasten.serve.replies import Reply
 from hasten.serve.requests import Request, read_chat, read_completion
-from hasten.serve.service import Service, is_lossy
+from hasten.serve.service import Service
 from hasten.serve.settings import ServerOptions
 
 if TYPE_CHECKING:

@@ -277,8 +277,3 @@ def _carries(llm: LLM, spec: methods.MethodSpec) -> bool:
     except CapabilityError:
         return False
     return True
-
-
-def is_lossy(spec: methods.MethodSpec) -> bool:
-    """Whether the method may change what the model says."""
-    return methods.get(spec.name).lossless != "yes"

@@ -149,7 +149,7 @@ def row(name: str, found: Diagnosis) -> tuple[str, ...]:
         f"{found.evidence:.2g} ± {found.evidence_error:.0e}",
         f"{found.rel_var:.2g} ± {found.rel_var_error:.1g}",
         f"{mark}{found.kl_bound:.3g}",
-        f"{mark}{found.tv_bound:.3g}",
+        f"{mark}{found.tv_bound:.3g}" if found.tv_bound < 1 else "none",
         f"{found.ess_share:.2f}",
         str(found.collapsed),
     )
