@@ -27,6 +27,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +122,9 @@ def speed(args: argparse.Namespace, made: dict[str, Any]) -> dict[str, Any]:
     options = about["options"]
     asked = ask(options["families"], "test", args.problems, options["seed"])
     arms = timing.timed_arms(llm, folder_of(args), made)
-    before = measure_load()
+    load = measure_load()
     runs = timing.measure(llm, arms, asked, args.repeats, say=say)
-    said = {"command": command_line(), "machine": machine(), "load": before}
+    said = {"command": command_line(), "machine": machine(), "load": asdict(load)}
     return {**made, "speed": runs, "speed_about": {**said, "problems": len(asked)}}
 
 
