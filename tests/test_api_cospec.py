@@ -265,12 +265,15 @@ def test_what_plays_no_part_is_refused_before_any_pass(llm: LLM, draft: str) -> 
 
 
 def test_the_server_offers_it_only_by_name(shared: LLM) -> None:
-    from hasten.serve.service import OFFERED, is_lossy, offered_methods
+    from hasten.serve.service import OFFERED, offered_methods
     from hasten.serve.settings import ServerOptions
 
-    assert not any(name.startswith("cospec") for name in OFFERED)
-    assert is_lossy(methods.parse("cospec:typical"))
-    assert "cospec" not in {spec.name for spec in offered_methods(shared, ServerOptions())}
+    offered = {spec.name for spec in offered_methods(shared, ServerOptions())}
+    assert "racer" in offered
+    for name in ("cospec", "smc"):
+        assert not any(each.startswith(name) for each in OFFERED)
+        assert methods.is_lossy(methods.parse(name))
+        assert name not in offered
 
 
 @pytest.mark.parametrize("stream", [False, True])
