@@ -43,6 +43,11 @@ from hasten.train.arbiter.run import ask
 ASSETS = Path(hasten.__file__).parent / "assets" / "smollm2-135m"
 PAIRS = {"natural": "draft=early-exit", "specialist": "draft=specialist"}
 SHOWN = ("CoSpec A+B", "CoSpec A")
+RIVALS = (
+    "random, same rate", "shuffled labels", "cascade, token", "typical acceptance",
+    "BiLD, roll back",
+)  # fmt: skip
+"""Arms that those are compared with, pair by pair."""
 
 
 def groups() -> dict[str, tuple[str, ...]]:
@@ -99,9 +104,9 @@ def show(made: dict[str, Any]) -> None:
           f"alone gives; {room['mismatches']:.2f} mismatches an answer")  # fmt: skip
     names = [arm["name"] for arm in made["arms"]]
     for name in SHOWN:
-        if name in names:
-            print(f"{name} against random at its rate: "
-                  f"{evaluate.against(made, name, 'random, same rate')}")  # fmt: skip
+        for rival in RIVALS:
+            if name in names and rival in names:
+                print(f"{name} against {rival}: {evaluate.against(made, name, rival)}")
     if about["fallback"]:
         print("the arbiter fell back to target only: a negative result")
     show_speed(made)

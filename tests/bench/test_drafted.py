@@ -54,8 +54,8 @@ def test_methods_without_exits_are_left_out() -> None:
 
 @pytest.fixture
 def page() -> Page:
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("jinja2")
+    pytest.importorskip("matplotlib", reason="needs matplotlib (the extra report)")
+    pytest.importorskip("jinja2", reason="needs jinja2 (the extra report)")
     made = row(METHODS[1], "overall")
     extra: dict[str, Any] = {
         **made.extra,
@@ -80,5 +80,5 @@ def test_the_page_shows_exits_lengths_and_what_rounds_drafted_from(page: Page) -
 
 
 def test_a_page_of_other_methods_has_no_such_section() -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="needs matplotlib (the extra report)")
     assert "LEDE" not in Page(render(report())).text

@@ -188,7 +188,9 @@ def test_a_context_that_does_not_end_at_the_anchor_is_refused() -> None:
 def reference(made: DFlashConfig, tensors: dict[str, torch.Tensor]) -> Any:
     """transformers' one model of this architecture, with these tensors; its names for two of them
     differ."""
-    glimmer = pytest.importorskip("transformers.models.muse_glimmer_assistant")
+    glimmer = pytest.importorskip(
+        "transformers.models.muse_glimmer_assistant", reason="needs transformers with that model"
+    )
     described = glimmer.MuseGlimmerAssistantConfig(
         hidden_size=made.hidden_size,
         intermediate_size=made.intermediate_size,

@@ -29,7 +29,9 @@ TOKENS = 24
 
 
 def test_both_draft_the_same_tokens_after_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    generation: Any = pytest.importorskip("transformers.generation.candidate_generator")
+    generation: Any = pytest.importorskip(
+        "transformers.generation.candidate_generator", reason="needs transformers with drafts"
+    )
     if not hasattr(generation, "DFlashTokenCandidateGenerator"):
         pytest.skip("this version of transformers has no DFlash")
     model, prompt = tiny.build(tiny.llama, attention="sdpa"), tiny.random_ids(11)

@@ -198,7 +198,6 @@ class EarlyExitPeer(TransformersPeer):
         except (
             AttributeError,
             IndexError,
-            NotImplementedError,
             RuntimeError,
             TypeError,
             ValueError,

@@ -81,9 +81,9 @@ class LocalHead:
         return self._numbers[place]
 
     def spread(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits of one row ``(draft_vocab,)`` as logits over all ids, -inf elsewhere."""
-        wide = logits.new_full((self._head.vocab_size,), -torch.inf)
-        return wide.index_copy_(0, self.ids, logits)
+        """Logits ``(..., draft_vocab)`` as logits over all ids ``(..., vocab)``, -inf elsewhere."""
+        wide = logits.new_full((*logits.shape[:-1], self._head.vocab_size), -torch.inf)
+        return wide.index_copy_(-1, self.ids, logits)
 
 
 class ExitBank:

@@ -8,7 +8,6 @@ values of the drafter, a few thin layers, are therefore held N times; the target
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -118,11 +117,7 @@ class DFlashProposal:
 
     def _spread(self, logits: torch.Tensor) -> torch.Tensor:
         """Draft logits ``(n, draft_vocab)`` by the target's ids."""
-        if self.full_support:
-            return logits
-        wide = logits.new_full((len(logits), self._target.info.vocab_size), -math.inf)
-        wide[:, self._head.ids] = logits
-        return wide
+        return logits if self.full_support else self._head.spread(logits)
 
     def _nothing(self, count: int, rows: int) -> torch.Tensor:
         width = self._size * len(self._bank.config.taps)

@@ -264,11 +264,7 @@ class ExitProposal:
 
     def _spread(self, logits: torch.Tensor) -> torch.Tensor:
         """Draft logits ``(n, draft_vocab)`` by the target's ids."""
-        if self.full_support:
-            return logits
-        wide = logits.new_full((len(logits), self._target.info.vocab_size), -math.inf)
-        wide[:, self._head.ids] = logits
-        return wide
+        return logits if self.full_support else self._head.spread(logits)
 
     def _fused(self, hidden: Mapping[int, torch.Tensor]) -> torch.Tensor:
         return self._module.fused([hidden[layer] for layer in self._config.deep])
