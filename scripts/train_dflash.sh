@@ -45,7 +45,7 @@ data=()
 for text in "$@"; do data+=(--data "$text"); done
 usual=("${data[@]}" --share "$share" --seed "${SEED:-0}" --device "$device" --dtype "${DTYPE:-bfloat16}")
 [ -n "${MODEL:-}" ] && usual+=(--model "$MODEL")
-[ "$device" != cpu ] && usual+=(--autocast)
+if [ "$device" != cpu ] || grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then usual+=(--autocast); fi
 read -ra more <<<"${FLAGS:-}"
 
 mkdir -p "$out"

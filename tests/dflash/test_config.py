@@ -161,6 +161,10 @@ def test_speculators_layers_by_rule() -> None:
     ("data", "words"),
     [
         (changed(QWEN3_8B, architectures=["DFlash2DraftModel"]), "dflash2"),
+        (changed(QWEN3_8B, architectures="DFlash2DraftModel"), "dflash2"),
+        (changed(QWEN3_8B, auto_map=["dspark.DSparkModel"]), "dspark"),
+        (changed(QWEN3_8B, rms_norm_eps=-1.0), "rms_norm_eps"),
+        (changed(QWEN3_8B, rope_theta=-1.0), "rope_theta"),
         (changed(QWEN3_8B, model_type="dflash_2"), "dflash2"),
         (changed(QWEN3_8B, auto_map={"AutoModel": "dspark.DSparkModel"}), "dspark"),
         (changed(SPECULATORS, speculators_model_type="dspark"), "dspark"),

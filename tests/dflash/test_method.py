@@ -14,11 +14,12 @@ from safetensors.torch import save_file
 
 import hasten
 from hasten.api import LLM
+from hasten.builtin.dflash import DFlashOptions, _rule
 from hasten.dflash import store
 from hasten.dflash.config import read_config
 from hasten.errors import ModelError, OptionError
 from hasten.policies import cost
-from tests.dflash.dflash_models import config, net, save_for
+from tests.dflash.dflash_models import bank, config, net, save_for
 from tests.dflash.test_config import HEAD, QWEN3_8B
 from tests.exits.layerskip import COSTS
 from tests.tiny_llm import PLAIN, make_model, make_tokenizer, meter, metered
@@ -144,6 +145,7 @@ def test_a_shipped_drafter_is_taken_where_none_is_named(
         ("policy=ratio,least=6", "dflash.least: must be 1 to 5"),
         ("policy=ratio,rate=0", "dflash.rate: must be above 0"),
         ("rate=2", "dflash.rate: goes with policy=ratio only"),
+        ("least=2", "dflash.least: goes with policy=ratio or cost only"),
         ("draft=sample,draft_temperature=0", "dflash.draft_temperature: must be above 0"),
         ("draft_temperature=0.5", "dflash.draft_temperature: goes with draft=sample only"),
     ],
@@ -166,6 +168,12 @@ def test_the_length_head_is_asked_for_by_name_only_where_there_is_one(
         llm.generate("Say it.", method=f"dflash:adaflash,model={tmp_path}", **PLAIN)
     got = llm.generate("Say it.", method=f"dflash:cost,model={tmp_path}", trace=True, **PLAIN)
     assert got.tokens == llm.generate("Say it.", **PLAIN).tokens
+
+
+def test_the_rule_knows_what_the_length_heads_labels_looked_ahead(llm: LLM) -> None:
+    made = bank(llm.target, vocab_size=258, num_target_layers=3, target_layer_ids=(0, 2),
+                length_head=6, lookahead=2)  # fmt: skip
+    assert _rule(DFlashOptions(policy="cost"), made).lookahead == 2
 
 
 # -- a checkpoint as it was published --------------------------------------------------------------

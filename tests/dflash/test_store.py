@@ -233,6 +233,17 @@ def test_a_drafter_is_not_saved_without_saying_whose_it_is(tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
+def test_a_save_that_fails_says_so_and_leaves_nothing_half_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    made = config()
+    with pytest.raises(ModelError, match=r"can't be written to .*file"):
+        store.save(tmp_path / "file", made, net(made), None, {"target": "tiny"})
+    (tmp_path / "out" / "model.safetensors").mkdir(parents=True)
+    with pytest.raises(ModelError, match=r"can't be written to .*out"):
+        store.save(tmp_path / "out", made, net(made), None, {"target": "tiny"})
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+
+
 def test_the_shipped_drafter_is_found_by_its_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,6 +140,26 @@ def test_a_slots_q_is_what_it_was_drawn_from() -> None:
     asked.close()
 
 
+class Wary(CostedLength):
+    """Finds nothing worth verifying, as after many refusals."""
+
+    def rows(self, fraction: float | None) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("verifier", ["match", "rejection"])
+def test_where_nothing_is_worth_verifying_a_drawing_request_still_learns(verifier: str) -> None:
+    book = SurvivalBook()
+    length = Wary(LengthPolicy(4, policy="cost"), CostModel(COSTS), book)
+    params = replace(FLAT, max_new_tokens=30)
+    drafter = DFlash(ALL, length, draw=True)
+    asked = request(TARGET, IDS, params, drafter, policy=length, verifier=verifier, seed=1)
+    rounds = [made for _, made in decode([asked])]
+    assert sum(made.drafted for made in rounds) == 0
+    assert {slot for _, slot in book.counts} == {1}, "of the first slot, and of none beyond"
+    assert sum(reached for _, reached in book.counts.values()) > 2
+
+
 def _slots(drafter: DFlash, ctx: DraftContext) -> torch.Tensor:
     """The block's states once more, behind a context that is in the cache already."""
     with torch.inference_mode():

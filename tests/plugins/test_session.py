@@ -62,6 +62,7 @@ def test_what_an_engine_cannot_feed_is_left_out_and_said(
         ("racer:logits", "top-k logits"),
         ("early-exit", "layer ranges"),
         ("del", "layer ranges"),
+        ("dflash", "hidden states"),
         ("ptd", "tree"),
         ("lookahead", "tree"),
         ("draft-model,model=other", "model of its own"),

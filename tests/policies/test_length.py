@@ -21,6 +21,20 @@ def test_the_papers_rule_scales_rounds_and_clamps(fraction: float, rate: float, 
     assert LengthPolicy(8, rate=rate).rows(fraction) == rows
 
 
+def test_a_rate_beyond_all_bounds_verifies_the_whole_block() -> None:
+    assert LengthPolicy(8, rate=1e308, most=6).rows(0.9) == 6
+
+
+def test_rows_that_the_labels_look_ahead_are_not_expected_to_be_kept() -> None:
+    """Labels are the drafts kept and `lookahead` more rows; a pass emits the former and one."""
+    for lookahead, emitted in ((0, 5.0), (1, 4.0), (3, 2.0)):
+        tokens = expected_tokens(8, 0.5, lookahead=lookahead)
+        assert tokens[-1] == pytest.approx(emitted, abs=1e-3)
+    curve = [10.0 + 2.0 * rows for rows in range(8)]
+    near, far = (LengthPolicy(8, "cost", lookahead=n).rows(0.5, curve=curve) for n in (1, 3))
+    assert far < near
+
+
 def test_least_and_most_bound_what_the_head_asks_for() -> None:
     policy = LengthPolicy(8, least=2, most=5)
     assert [policy.rows(x) for x in (0.0, 0.5, 1.0)] == [2, 4, 5]

@@ -36,7 +36,9 @@ class DFlashOptions:
         "fixed", "rows verified: fixed, ratio (by the length head) or cost (by time, too)"
     )
     rate: float = opt(1.0, "with policy=ratio: verify so many times what the head asks for")
-    least: int = opt(1, "rows verified at least, the pending token's included")
+    least: int = opt(
+        1, "with policy=ratio or cost: rows verified at least, the pending token's included"
+    )
     draft_temperature: float = opt(1.0, "with draft=sample: of the drafter's own logits")
 
 
@@ -70,6 +72,9 @@ def _refuse_contradictions(options: DFlashOptions) -> None:
     """Raise OptionError for options that play no part beside others."""
     if options.rate != 1.0 and options.policy != "ratio":
         raise OptionError("dflash.rate", "goes with policy=ratio only", "Leave rate out")
+    if options.least != 1 and options.policy == "fixed":
+        problem = "goes with policy=ratio or cost only"
+        raise OptionError("dflash.least", problem, "Leave least out")
     if options.draft_temperature != 1.0 and options.draft != "sample":
         problem = "goes with draft=sample only"
         raise OptionError("dflash.draft_temperature", problem, "Leave draft_temperature out")
@@ -112,6 +117,7 @@ def _rule(options: DFlashOptions, bank: DFlashBank) -> LengthPolicy:
         rate=options.rate,
         least=options.least,
         most=most,
+        lookahead=config.lookahead,
     )
 
 

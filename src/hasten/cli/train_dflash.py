@@ -55,7 +55,9 @@ Init = Annotated[
     ),
 ]
 Seed = Annotated[int, _option("--seed", help="Of first weights, texts' order and anchors.")]
-Autocast = Annotated[bool, _option("--autocast", help="bfloat16 products (for a GPU).")]
+Autocast = Annotated[
+    bool, _option("--autocast", help="bfloat16 products, where the device is quick at them.")
+]
 
 Layers = Annotated[int, _option("--layers", panel=_SHAPE, help="Layers of the drafter.")]
 Block = Annotated[int, _option("--block", panel=_SHAPE, help="Slots of a block, with the anchor.")]
@@ -246,8 +248,7 @@ def dflash(
         seed=seed,
         autocast=autocast,
     )
-    if split not in ("test", "policy", "modules"):
-        raise OptionError("split", f"must be test, policy or modules, got {split!r}")
+    _refuse_idle(chosen, evaluate, split, work, round_data)
     keep_freed_memory()
     llm = load_model(model, "ar", dtype=dtype, device=device, kernels="torch")
     if evaluate:
@@ -276,10 +277,28 @@ def dflash(
     out().print(f"the drafter is in {out_folder}", soft_wrap=True)
 
 
+def _refuse_idle(
+    chosen: Options,
+    evaluate: bool,
+    split: str,
+    work: Path | None,
+    round_data: list[str] | None,
+) -> None:
+    """Raise OptionError for a split that isn't one, and for options that would change nothing."""
+    if split not in ("test", "policy", "modules"):
+        raise OptionError("split", f"must be test, policy or modules, got {split!r}")
+    if split != "test" and not evaluate:
+        raise OptionError("split", "goes with --evaluate only", "Leave it out, or add --evaluate")
+    if work is not None and chosen.states == "fly":
+        raise OptionError("work", "is of no use with --states fly", "Leave one of them out")
+    if round_data and not chosen.rounds.count:
+        raise OptionError("round_data", "goes with --rounds only", "Add --rounds, or leave it out")
+
+
 def parse_taps(text: str) -> tuple[int, ...]:
     """``1,14,27``. Raises OptionError."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not all(part.isdigit() for part in parts):
+    if not all(part.isascii() and part.isdigit() for part in parts):
         raise OptionError("taps", f"must be layers, got {text!r}", "As 1,14,27")
     return tuple(int(part) for part in parts)
 

@@ -90,6 +90,8 @@ class DFlashConfig:
             return f"layer_types {list(self.layer_types)} for {self.num_layers} layers"
         if SLIDING in self.layer_types and not self.sliding_window:
             return "sliding layers without a sliding_window"
+        if not (self.eps > 0 and self.rope_theta > 0):
+            return f"rms_norm_eps {self.eps} and rope_theta {self.rope_theta} (must be above 0)"
         if self.length_head < 0:
             return f"length_head must be at least 0, got {self.length_head}"
         return ""
@@ -167,9 +169,8 @@ def default_layers(target_layers: int, taps: int) -> tuple[int, ...]:
 
 
 def _refuse_others(data: Mapping[str, Any]) -> None:
-    names = [str(data.get(key, "")) for key in ("model_type", "speculators_model_type")]
-    names += [str(each) for each in data.get("architectures") or ()]
-    names += [str(each) for each in (data.get("auto_map") or {}).values()]
+    keys = ("model_type", "speculators_model_type", "architectures", "auto_map")
+    names = [str(data[key]) for key in keys if data.get(key)]
     plain = " ".join(names).lower().replace("_", "").replace("-", "")
     for other in OTHERS:
         if other in plain:

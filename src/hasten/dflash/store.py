@@ -76,14 +76,36 @@ def save(
 
     `about` must hold ``target``, the fingerprint of the weights it belongs to; the rest is for
     people to read. `draft_ids` int64 ``(config.draft_vocab_size,)``, None where that is all ids.
-    Raises ModelError when these contradict each other.
+    Raises ModelError when these contradict each other, or the folder can't be written to.
     """
     if not about.get("target"):
         raise ModelError("about['target'] must name the weights the drafter belongs to")
     _check_ids(draft_ids, config)
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     scratch = folder / f".{os.getpid()}.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder, scratch, config, net, draft_ids, about, dtype)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"the drafter can't be written to {folder} ({error}). Make room there, or name another "
+            "folder"
+        ) from error
+    finally:
+        if folder.is_dir():
+            scratch.unlink(missing_ok=True)
+
+
+def _write(
+    folder: Path,
+    scratch: Path,
+    config: DFlashConfig,
+    net: DFlashNet,
+    draft_ids: torch.Tensor | None,
+    about: Mapping[str, Any],
+    dtype: torch.dtype,
+) -> None:
+    """Each file by way of `scratch`; see `save`."""
     if draft_ids is None:
         (folder / VOCABULARY).unlink(missing_ok=True)
     else:

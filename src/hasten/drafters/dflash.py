@@ -93,8 +93,10 @@ class DFlash(BaseDrafter):
         self._fraction = self._worth(hidden)
         count = min(self.length.rows(self._fraction) - 1, room)
         q: dict[int, torch.Tensor] = {}
-        if self.draw and not ctx.greedy:
-            self._guesses, q = self._drawn(ctx, hidden[0, 1 : 1 + count])
+        if self.draw and not ctx.greedy:  # dear, so that one more is guessed to learn from
+            wanted = min(count + self.length.learns, room)
+            self._guesses, q = self._drawn(ctx, hidden[0, 1 : 1 + wanted])
+            q.pop(count, None)
         else:
             wanted = room if self.length.learns else count
             self._guesses = self._likeliest(hidden[0, 1 : 1 + wanted])

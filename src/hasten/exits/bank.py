@@ -41,9 +41,16 @@ class DraftHead:
 
     def local(self, prompt: Sequence[int]) -> LocalHead:
         """The head of a request with this prompt."""
-        seen = torch.tensor(list(dict.fromkeys(reversed(prompt))), device=self.ids.device)
-        extra = seen[~self.known[seen]][:LOCAL_IDS] if len(seen) else seen
-        return LocalHead(self, extra)
+        return LocalHead(self, local_ids(prompt, self.known))
+
+
+def local_ids(prompt: Sequence[int], known: torch.Tensor) -> torch.Tensor:
+    """The ids of a prompt that a draft vocabulary hasn't, the latest first, `LOCAL_IDS` at most:
+    int64 ``(n,)``. `known` is bool ``(vocab,)``."""
+    seen = torch.tensor(
+        list(dict.fromkeys(reversed(prompt))), dtype=torch.int64, device=known.device
+    )
+    return seen[~known[seen]][:LOCAL_IDS]
 
 
 class LocalHead:

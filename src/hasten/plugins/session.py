@@ -123,8 +123,11 @@ def prepare(
     kind = methods.get(spec.name)
     if kind.lossless != "yes":
         _refuse(spec, facts, "has a verifier of its own, and here the engine verifies")
-    if foreign := set(kind.requires) - {"rollback", "taps", *(["tree"] if facts.trees else [])}:
-        wanted = ", ".join(sorted(foreign)).replace("_", " ")
+    there = {"rollback", *(["tree"] if facts.trees else [])}
+    if _lexical(spec) is not None:
+        there.add("taps")  # may turn out to be wanted, and is then done without
+    if foreign := set(kind.requires) - there:
+        wanted = ", ".join(_WORDS.get(each, each.replace("_", " ")) for each in sorted(foreign))
         _refuse(spec, facts, f"needs more of the model than a plug-in has ({wanted})")
     maker = _maker(spec, facts)
     missing = _missing(maker()[0].needs, facts)
@@ -135,6 +138,10 @@ def prepare(
     if missing:
         _refuse(spec, facts, f"needs {missing}, which a plug-in doesn't get there")
     return Source(spec, facts, maker, most=most, costs=costs, window=window)
+
+
+_WORDS = {"taps": "hidden states"}
+"""What a method requires, where its name doesn't say it."""
 
 
 def _refuse(spec: MethodSpec, facts: EngineFacts, why: str) -> NoReturn:

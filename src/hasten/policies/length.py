@@ -42,6 +42,8 @@ class LengthPolicy:
             number with most expected tokens per time
     rate    of ``ratio``: above 1 verifies more than the head asks for (the paper's launcher: 1.3)
     least   rows verified at least (1: the head may ask for a plain step), most: at most; 0: B
+    lookahead  rows that the head's labels counted beyond the drafts kept; ``cost`` leaves out
+            those after the first
 
     Raises OptionError.
     """
@@ -51,6 +53,7 @@ class LengthPolicy:
     rate: float = 1.0
     least: int = 1
     most: int = 0
+    lookahead: int = 1
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -85,7 +88,8 @@ class LengthPolicy:
         if self.policy == "cost" and curve:
             return self._by_cost(fraction, curve, draft_ms, book)
         if self.policy == "ratio" and fraction is not None:
-            return min(max(round(fraction * self.block * self.rate), self.least), most)
+            wanted = min(fraction * self.block * self.rate, most)  # a float may be beyond all ints
+            return max(round(wanted), self.least)
         return most
 
     def _by_cost(
@@ -96,7 +100,7 @@ class LengthPolicy:
         book: SurvivalBook | None,
     ) -> int:
         most = min(self.most or self.block, len(curve))
-        tokens = expected_tokens(self.block, fraction, book)
+        tokens = expected_tokens(self.block, fraction, book, lookahead=self.lookahead)
         choices = range(min(self.least, most), most + 1)
         return max(choices, key=lambda rows: tokens[rows - 1] / (curve[rows - 1] + draft_ms))
 
@@ -151,14 +155,19 @@ def _bucket(fraction: float | None) -> int:
 
 
 def expected_tokens(
-    block: int, fraction: float | None, book: SurvivalBook | None = None
+    block: int,
+    fraction: float | None,
+    book: SurvivalBook | None = None,
+    *,
+    lookahead: int = 1,
 ) -> list[float]:
     """Tokens that a pass over 1, 2, ..., `block` rows is expected to emit.
 
-    The head's fraction is that of the anchor and all accepted drafts, on average: chances that are
-    the same in all slots and add up to it are the first guess, which the book's counts correct.
+    The head's fraction is that of all accepted drafts and `lookahead` more rows, on average; the
+    anchor and those drafts emit a token each. Chances that are the same in all slots and add up to
+    that are the first guess, which the book's counts correct.
     """
-    mean = 0.5 * block if fraction is None else fraction * block
+    mean = 0.5 * block if fraction is None else fraction * block + 1 - lookahead
     guess = _even_chance(block, round(mean / block * _STEPS))
     chances = [guess] * (block - 1)
     if book is not None:

@@ -19,7 +19,7 @@ IDS = sorted({token for text in texts() for token in text.output})[:60]
 
 def objective(made: DFlashNet, chosen: Options | None = None) -> Objective:
     teacher = Teacher.of(target(), IDS, torch.float32)
-    drafter = Drafter(made, teacher, target().torch_decoder.embeddings)
+    drafter = Drafter(made, teacher, target().torch_decoder.embeddings, target().ends().head)
     return Objective(drafter, chosen or options())
 
 
@@ -94,7 +94,7 @@ def test_the_teacher_of_a_slot_is_the_targets_row_before_it() -> None:
 def test_tokens_outside_the_draft_vocabulary_are_left_out_and_count_as_misses() -> None:
     given = batch()
     few = Teacher.of(target(), IDS[::2], torch.float32)
-    drafter = Drafter(net(), few, target().torch_decoder.embeddings)
+    drafter = Drafter(net(), few, target().torch_decoder.embeddings, target().ends().head)
     drafted = Objective(drafter, options())._drafted(given, 1)
     outside = drafted.blocks.inside & (few.place[drafted.blocks.labels] < 0)
     assert outside.any()
@@ -118,3 +118,14 @@ def test_the_same_salt_draws_the_same_blocks() -> None:
     first, again, other = (made.sft(given, salt).loss for salt in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+
+
+def test_an_id_of_the_prompt_is_said_where_it_beats_the_draft_vocabulary() -> None:
+    teacher = Teacher.of(target(), IDS[:5], torch.float32)
+    head = target().ends().head
+    drafter = Drafter(net(), teacher, target().torch_decoder.embeddings, head)
+    inside, outside = IDS[2], IDS[9]
+    states = torch.stack([head[inside], head[outside]]) * 100.0
+    assert drafter.says(states, torch.tensor([outside])).tolist() == [inside, outside]
+    none = torch.tensor([], dtype=torch.int64)
+    assert set(drafter.says(states, none).tolist()) <= set(IDS[:5])

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from hasten.dflash import store
-from hasten.errors import ModelError, OptionError
+from hasten.errors import CapabilityError, ModelError, OptionError
+from hasten.train.dflash import feed
 from hasten.train.dflash import run as training
-from hasten.train.dflash.loop import CURVE
+from hasten.train.dflash.loop import CHECKPOINT, CURVE
 from hasten.train.dflash.options import SFT, Head, Rounds, Shape
 from tests.train.dflash.cases import (
     BLOCK,
@@ -160,6 +162,96 @@ def test_data_without_a_held_out_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(kept))
     with pytest.raises(OptionError, match="'test'"):
         train(tmp_path / "rows.jsonl", tmp_path / "out", options())
+
+
+def test_a_stages_points_of_the_curve_are_of_its_own_steps(data: Path, tmp_path: Path) -> None:
+    """The steps left over since a stage's last point aren't counted in the next one's first."""
+    head = Head(blocks=300, lr=1e-9)
+    train(data, tmp_path / "both", everything(sft=SFT(13, 10.0, 4, 6, lr=5e-3), head=head))
+    curve = json.loads((tmp_path / "both" / CURVE).read_text())
+    first = next(point for point in curve if point["stage"] == "length")
+    assert first["loss"] == pytest.approx(first["length_loss"], abs=2e-6)
+
+
+def test_a_run_that_would_do_nothing_is_refused(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"^steps: .*nothing to do"):
+        train(data, tmp_path / "out", options(sft=SFT(0)))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_round_whose_answers_are_too_short_to_learn_from_is_passed_over(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "round_texts", lambda *args: [])
+    made = train(data, tmp_path, options(sft=SFT(2), rounds=Rounds(2, 10.0, 4, writer="rows")))
+    assert (made["rounds"]["step"], made["rounds"]["rounds"]) == (0, 2)
+
+
+def test_a_place_that_cannot_be_written_to_is_named_before_anything_runs(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(feed, "compute_states", lambda *args: pytest.fail("it ran"))
+    with pytest.raises(OptionError, match=r"^out: can't write to .*file"):
+        train(data, tmp_path / "file", options(sft=SFT(2)))
+    with pytest.raises(OptionError, match=r"^out: can't write to .*below"):
+        train(data, tmp_path / "file" / "below", options(sft=SFT(2)))
+
+
+def test_a_disk_that_is_full_is_named(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = options(sft=SFT(2))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OptionError, match=r"^work: can't write to .*file"):
+        train(data, tmp_path / "out", chosen, work=tmp_path / "file" / "states")
+
+    def full(path: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=1000)
+
+    with monkeypatch.context() as little:
+        little.setattr(feed.shutil, "disk_usage", full)
+        with pytest.raises(OptionError, match=r"^work: .* of the target's states .*states=fly"):
+            train(data, tmp_path / "out", chosen)
+        train(data, tmp_path / "fly", replace(chosen, states="fly"))
+    train(data, tmp_path / "out", chosen)
+    (tmp_path / "out" / CHECKPOINT).unlink()
+    monkeypatch.setattr(feed.shutil, "disk_usage", full)
+    train(data, tmp_path / "out", chosen)  # its states are there
+    (tmp_path / "out" / CHECKPOINT).unlink()
+
+    def fails(*args: Any) -> None:
+        raise RuntimeError("file write failed")
+
+    monkeypatch.setattr(torch, "save", fails)
+    with pytest.raises(OptionError, match=r"^out: can't write to .*file write failed"):
+        train(data, tmp_path / "out", chosen)
+
+
+def test_a_head_added_to_a_drafter_learns_what_was_asked_for(data: Path, tmp_path: Path) -> None:
+    bare = Shape(1, BLOCK, (1, 2, 4), vocabulary=60, mask_token=MASK, head=0)
+    train(data, tmp_path / "bare", options(shape=bare, sft=SFT(1)))
+    head = Head(blocks=100, lookahead=2)
+    chosen = options(sft=SFT(0), head=head, init=str(tmp_path / "bare"))
+    train(data, tmp_path / "out", chosen)
+    config = store.load(tmp_path / "out", target().info).config
+    assert (config.length_head, config.lookahead) == (8, 2)
+
+
+def test_a_drafter_that_taps_the_embeddings_is_refused_for_training(
+    data: Path, tmp_path: Path
+) -> None:
+    train(data, tmp_path / "base", options(sft=SFT(1)))
+    described = json.loads((tmp_path / "base" / "config.json").read_text())
+    described["dflash_config"]["target_layer_ids"] = [-1, 2, 4]
+    (tmp_path / "base" / "config.json").write_text(json.dumps(described))
+    store.load(tmp_path / "base", target().info)  # it can draft
+    for states in ("file", "fly"):
+        chosen = options(sft=SFT(1), init=str(tmp_path / "base"), states=states)
+        with pytest.raises(CapabilityError, match="taps the model's embeddings"):
+            train(data, tmp_path / "out", chosen)
+    with pytest.raises(CapabilityError, match="taps the model's embeddings"):
+        training.measure(llm(), [data], tmp_path / "base", options())
 
 
 def test_bfloat16_products_learn_too(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where / "out"
 
 
-def test_the_walk_over_held_out_text_is_what_serving_emits_a_pass(folder: Path) -> None:
-    """Teacher-forced tau, on the greedy text itself, is the loop's mean accepted length."""
+def narrowed(folder: Path, out: Path) -> Path:
+    """The drafter without the ids of the measured prompts in its vocabulary."""
+    loaded = store.load(folder, target().info, dtype=torch.float32)
+    assert loaded.draft_ids is not None
+    prompts = {token for ids in answers()[2:8] for token in ids[:PROMPT]}
+    ids = [each for each in loaded.draft_ids.tolist() if each not in prompts]
+    assert len(ids) < len(loaded.draft_ids)
+    config = replace(loaded.config, draft_vocab_size=len(ids))
+    store.save(out, config, loaded.net, torch.tensor(ids), {"target": target().info.fingerprint})
+    return out
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_the_walk_over_held_out_text_is_what_serving_emits_a_pass(
+    folder: Path, tmp_path: Path, narrow: bool
+) -> None:
+    """Teacher-forced tau, on the greedy text itself, is the loop's mean accepted length: with the
+    whole draft vocabulary, and where ids are drafted because they stand in the prompt."""
+    if narrow:
+        folder = narrowed(folder, tmp_path)
     model = llm()
     loaded = store.load(folder, target().info, dtype=torch.float32)
     assert loaded.draft_ids is not None
@@ -44,8 +63,8 @@ def test_the_walk_over_held_out_text_is_what_serving_emits_a_pass(folder: Path) 
         device=torch.device("cpu"),
         size=3,
     )
-    embeddings = target().torch_decoder.embeddings
-    walk = evaluate(Drafter(loaded.net, teacher, embeddings), feed)["all"].walks["fixed"]
+    embeddings, head = target().torch_decoder.embeddings, target().ends().head
+    walk = evaluate(Drafter(loaded.net, teacher, embeddings, head), feed)["all"].walks["fixed"]
     rounds = tokens = 0
     for text in texts:
         result = model.generate(

@@ -10,7 +10,7 @@ import pytest
 
 from hasten.errors import OptionError
 from hasten.train.dflash.options import Rounds
-from hasten.train.dflash.texts import Corpus, read_corpus, round_texts
+from hasten.train.dflash.texts import Corpus, measured_texts, read_corpus, round_texts
 from tests.train.dflash.cases import llm, texts
 
 
@@ -43,6 +43,22 @@ def test_no_prompt_is_in_two_splits_and_only_greedy_answers_are_measured_on(tmp_
     assert [text.prompt for text in found.policy] == [(30, 2)]
     assert [text.prompt for text in found.test] == [(31, 2)]
     assert {text.prompt for text in found.asked} == {text.prompt for text in found.modules}
+
+
+def test_a_split_is_measured_on_its_greedy_answers_whatever_else_the_data_holds(
+    tmp_path: Path,
+) -> None:
+    usual: dict[str, Any] = {"count": 10, "seed": 0, "limit": 100}
+    whole = mixed(tmp_path / "rows.jsonl")
+    assert measured_texts([whole], "test", **usual) == read(whole).test
+    assert measured_texts([whole], "policy", **usual) == read(whole).policy
+    learned = measured_texts([whole], "modules", **usual)
+    assert sorted(text.prompt[0] for text in learned) == [0, 2, 4, 6, 8]
+    assert measured_texts([whole], "modules", **{**usual, "count": 2}) == learned[:2]
+    alone = rows(tmp_path / "t.jsonl", [{"prompt": [1], "output": [2, 3], "split": "test"}])
+    assert [text.prompt for text in measured_texts([alone], "test", **usual)] == [(1,)]
+    with pytest.raises(OptionError, match=r"^split: there is no greedy answer of .*'policy'"):
+        measured_texts([alone], "policy", **usual)
 
 
 def test_prompts_that_were_not_learned_from_are_asked_first(tmp_path: Path) -> None:

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from hasten.exits.bank import local_ids
 from hasten.policies.length import LengthPolicy
 from hasten.train.dflash import losses
-from hasten.train.dflash.blocks import all_anchors
-from hasten.train.dflash.feed import Feed
+from hasten.train.dflash.blocks import Blocks, all_anchors
+from hasten.train.dflash.feed import Batch, Feed
 from hasten.train.dflash.objectives import Drafter
 
 ANCHORS = 32
@@ -63,7 +64,8 @@ class Figures:
     texts, anchors  measured
     slots           how often slot 1, 2, ... says the text's token, whatever those before it say
     reached         how often it and all before it do
-    covered         share of the answers' tokens that are in the draft vocabulary
+    covered         share of the answers' tokens that can be drafted: in the draft vocabulary, or
+                    of the prompt's own ids, as in serving
     walks           ``fixed``: whole blocks verified; ``ratio 1.0``, ...: what the length head says
     length_error    mean absolute error of the length head's fraction, whole blocks; 0 without one
     """
@@ -126,29 +128,47 @@ def evaluate(drafter: Drafter, feed: Feed) -> dict[str, Figures]:
 def _measure(drafter: Drafter, feed: Feed, group: Sequence[int]) -> list[_Answer]:
     batch = feed.load(group)
     context = drafter.context(batch)
+    known = drafter.teacher.place >= 0
+    local = [local_ids(feed.states.texts[i].prompt, known) for i in group]
     answers = [_Answer(feed.states.texts[i].domain) for i in group]
     for row, answer in enumerate(answers):
         tokens = batch.ids[row, batch.starts[row] + 1 : batch.lengths[row]]
-        answer.known = int((drafter.teacher.place[tokens] >= 0).sum())
+        answer.known = int((known[tokens] | torch.isin(tokens, local[row])).sum())
     last = [length - 2 for length in batch.lengths.tolist()]
-    block, lookahead = drafter.net.config.block_size, drafter.net.config.lookahead
     for anchors, keep in all_anchors(batch.starts.tolist(), last, ANCHORS):
-        made = drafter.draft(drafter.blocks(batch, anchors, keep), context)
-        right, kept = made.right, losses.accepted(made.right)
-        whole = made.blocks.whole(batch.lengths)
-        said = torch.ones_like(kept, dtype=torch.float32)
-        if drafter.net.config.length_head:
-            said = drafter.net.worth(made.hidden.flatten(0, 1)).view_as(said)
-        error = (said - losses.length_labels(kept, block, lookahead)).abs() * whole
-        for row, answer in enumerate(answers):
-            count = int(keep[row].sum())
-            answer.kept += kept[row, :count].tolist()
-            answer.said += said[row, :count].tolist()
-            answer.right.append(right[row, :count].cpu())
-            answer.inside.append(made.blocks.inside[row, :count].cpu())
-            answer.error += float(error[row].sum())
-            answer.whole += int(whole[row].sum())
+        blocks = drafter.blocks(batch, anchors, keep)
+        _count(drafter, blocks, drafter.states(blocks, context), local, batch, answers)
     return answers
+
+
+def _count(
+    drafter: Drafter,
+    blocks: Blocks,
+    hidden: torch.Tensor,
+    local: Sequence[torch.Tensor],
+    batch: Batch,
+    answers: Sequence[_Answer],
+) -> None:
+    """Add these blocks, with the states `hidden` ``(b, N, B, H)``, to the answers they stand in;
+    `local` are the ids that each text's prompt adds to the draft vocabulary."""
+    config, right = drafter.net.config, torch.zeros_like(blocks.inside)
+    for row, extra in enumerate(local):
+        inside = blocks.inside[row]
+        right[row][inside] = drafter.says(hidden[row][inside], extra) == blocks.labels[row][inside]
+    kept, whole = losses.accepted(right), blocks.whole(batch.lengths)
+    said = torch.ones_like(kept, dtype=torch.float32)
+    if config.length_head:
+        said = drafter.net.worth(hidden.flatten(0, 1)).view_as(said)
+    labels = losses.length_labels(kept, config.block_size, config.lookahead)
+    error = (said - labels).abs() * whole
+    for row, answer in enumerate(answers):
+        count = int(blocks.keep[row].sum())
+        answer.kept += kept[row, :count].tolist()
+        answer.said += said[row, :count].tolist()
+        answer.right.append(right[row, :count].cpu())
+        answer.inside.append(blocks.inside[row, :count].cpu())
+        answer.error += float(error[row].sum())
+        answer.whole += int(whole[row].sum())
 
 
 def _figures(answers: Sequence[_Answer], block: int, head: bool) -> Figures:

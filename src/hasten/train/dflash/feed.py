@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any, Protocol
 
 import torch
 
+from hasten.errors import OptionError
 from hasten.targets.fused import FusedTarget
+from hasten.train.dflash.files import writing
 from hasten.train.features import Features, Text, run_batch
 from hasten.train.run_exits import states as compute_states
 
@@ -69,10 +72,29 @@ def open_states(
     folder: Path | None,
     log: Log,
 ) -> States:
-    """Kept in `folder`, computed there unless they are; without one, computed batch by batch."""
+    """Kept in `folder`, computed there unless they are; without one, computed batch by batch.
+
+    Raises OptionError where the folder can't be written to, or hasn't the room.
+    """
     if folder is None:
         return FreshStates(target, texts)
+    with writing(folder, "work"):
+        folder.mkdir(parents=True, exist_ok=True)
+    _check_room(folder, 2 * target.info.hidden_size * len(layers) * sum(map(len, texts)))
     return StoredStates(compute_states(target, texts, layers, folder, log), texts)
+
+
+def _check_room(folder: Path, wanted: int) -> None:
+    """Raise OptionError unless the disk takes so many bytes beside what isn't in `folder`: a map of
+    a file that the disk has no room for ends the process without a word."""
+    held = sum(each.stat().st_size for each in folder.glob("*.bf16"))
+    if wanted > held + shutil.disk_usage(folder).free:
+        raise OptionError(
+            "work",
+            f"{wanted / 1e9:.1f} GB of the target's states don't fit on the disk of {folder}",
+            "Name a folder elsewhere, learn from fewer texts (share), or compute states every "
+            "time: states=fly",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from hasten.dflash.net import DFlashNet
 from hasten.errors import OptionError
 from hasten.train.dflash.feed import Batch, Feed, Log
+from hasten.train.dflash.files import replacing
 from hasten.train.dflash.objectives import Step
 from hasten.train.dflash.options import Options
 
@@ -96,6 +97,10 @@ class Curve:
         self.sums, self.count = {}, 0
         return point
 
+    def cut(self) -> None:
+        """Leave out the steps since the last point: the next ones are another stage's."""
+        self.sums, self.count = {}, 0
+
 
 class Trainer:
     """The network, its optimiser, and where the run stands.
@@ -138,6 +143,7 @@ class Trainer:
         gradient norm of its own to clip. Matrices decay, vectors don't."""
         if self.place.stage != stage:
             self.place, self._held = Place(stage), {}
+            self.curve.cut()
         self._parts, groups = [list(parameters) for parameters, _ in parts], []
         for own, (_, lr) in zip(self._parts, parts, strict=True):
             matrices, vectors = [p for p in own if p.dim() > 1], [p for p in own if p.dim() < 2]
@@ -160,18 +166,18 @@ class Trainer:
         self, feed: Feed, objective: Callable[[Batch, int], Step], *, epochs: int | None = None
     ) -> None:
         """Steps over the feed's texts, from the run's place on, until `epochs` are over (None: as
-        many as it takes) or the stage is."""
+        many as it takes) or the stage is. Ctrl-C in a step keeps those before it."""
         place = self.place
         started, before = time.monotonic(), place.seconds
         for group in self._groups(feed, epochs):
             if self.over():
                 return
-            key = (self._options.seed, place.stage, place.round, place.epoch, place.batch)
-            with torch.autocast(
-                self._device.type, dtype=torch.bfloat16, enabled=self._options.autocast
-            ):
-                step = objective(feed.load(group), zlib.crc32(repr(key).encode()))
-            self._update(step)
+            try:
+                step = self._learn(feed, group, objective)
+            except KeyboardInterrupt:
+                self.save()  # nothing of this step is in the weights yet
+                raise
+            self._apply()
             place.seconds = before + time.monotonic() - started
             point = self.curve.add(place, step, self._rate)
             if point is not None:
@@ -188,11 +194,25 @@ class Trainer:
                 yield groups[place.batch]
             place.epoch, place.batch = place.epoch + 1, 0
 
-    def _update(self, step: Step) -> None:
+    def _learn(
+        self, feed: Feed, group: Sequence[int], objective: Callable[[Batch, int], Step]
+    ) -> Step:
+        """The loss of a group of texts and its gradients; no weight changes."""
         assert self._optimizer is not None
-        assert self._scheduler is not None
+        place = self.place
+        key = (self._options.seed, place.stage, place.round, place.epoch, place.batch)
+        with torch.autocast(
+            self._device.type, dtype=torch.bfloat16, enabled=self._options.autocast
+        ):
+            step = objective(feed.load(group), zlib.crc32(repr(key).encode()))
         self._optimizer.zero_grad(set_to_none=True)
         step.loss.backward()  # type: ignore[no-untyped-call]
+        return step
+
+    def _apply(self) -> None:
+        """Change the weights by their gradients, and count the step."""
+        assert self._optimizer is not None
+        assert self._scheduler is not None
         for part in self._parts:
             torch.nn.utils.clip_grad_norm_(part, self._options.grad_clip)
         self._rate = self._optimizer.param_groups[0]["lr"]
@@ -204,7 +224,8 @@ class Trainer:
     # -- stopping and going on -------------------------------------------------------------------
 
     def save(self) -> None:
-        """Write the checkpoint and the curve; each is whole or not there."""
+        """Write the checkpoint and the curve; each is whole or not there. Raises OptionError where
+        that fails."""
         assert self._optimizer is not None
         assert self._scheduler is not None
         self._saved = time.monotonic()
@@ -217,17 +238,14 @@ class Trainer:
             "curve": asdict(self.curve),
             "facts": json.dumps(self.facts),
         }
-        self._folder.mkdir(parents=True, exist_ok=True)
-        scratch = self._folder / f".{CHECKPOINT}.tmp"
-        torch.save(state, scratch)
-        scratch.replace(self._folder / CHECKPOINT)
+        with replacing(self._folder / CHECKPOINT) as scratch, scratch.open("wb") as file:
+            torch.save(state, file)
         self.write_curve()
 
     def write_curve(self) -> None:
-        """Write the loss curve alone: a JSON list of points."""
-        scratch = self._folder / f".{CURVE}.tmp"
-        scratch.write_text(json.dumps(self.curve.points, indent=0) + "\n")
-        scratch.replace(self._folder / CURVE)
+        """Write the loss curve alone, a JSON list of points, into a folder that may be new."""
+        with replacing(self._folder / CURVE) as scratch:
+            scratch.write_text(json.dumps(self.curve.points, indent=0) + "\n")
 
     def _restore(self) -> None:
         path = self._folder / CHECKPOINT
@@ -235,17 +253,30 @@ class Trainer:
             return
         try:
             state = torch.load(path, map_location=self._device, weights_only=True)
-            if state["digest"] != self._digest:
-                raise OptionError(
-                    "out",
-                    f"{self._folder} holds a run with other options, data or model",
-                    f"Name another folder, or remove {CHECKPOINT} there to begin anew",
-                )
+            same = state["digest"] == self._digest
+        except _UNREADABLE as error:
+            raise _unreadable(path, error) from None
+        if not same:
+            raise OptionError(
+                "out",
+                f"{self._folder} holds a run with other options, data or model",
+                f"Name another folder, or remove {CHECKPOINT} there to begin anew",
+            )
+        try:
             self.net.load_state_dict(state["net"])
             self.place, self.curve = Place(**state["place"]), Curve(**state["curve"])
             self.facts = json.loads(state["facts"])
             self._held = {name: state[name] for name in ("optimizer", "scheduler")}
-        except (OSError, KeyError, TypeError, RuntimeError, EOFError, UnpicklingError) as error:
-            raise OptionError(
-                "out", f"{path} can't be read ({error})", "Remove it to begin anew"
-            ) from None
+        except _UNREADABLE as error:
+            raise _unreadable(path, error) from None
+
+
+_UNREADABLE = (
+    OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError, EOFError,
+    UnpicklingError,
+)  # fmt: skip
+"""What a checkpoint that is cut off, damaged or something else may raise."""
+
+
+def _unreadable(path: Path, error: Exception) -> OptionError:
+    return OptionError("out", f"{path} can't be read ({error})", "Remove it to begin anew")

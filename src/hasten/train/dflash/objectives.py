@@ -48,10 +48,17 @@ class Drafted:
 
 
 class Drafter:
-    """The network with what it shares with the target."""
+    """The network with what it shares with the target.
 
-    def __init__(self, net: DFlashNet, teacher: Teacher, embeddings: torch.Tensor) -> None:
-        self.net, self.teacher = net, teacher
+    teacher     the head over the draft vocabulary
+    embeddings  the target's ``(vocab, hidden)``; head: its whole head ``(vocab, hidden)``, from
+                which ids of a prompt that the draft vocabulary hasn't take their rows
+    """
+
+    def __init__(
+        self, net: DFlashNet, teacher: Teacher, embeddings: torch.Tensor, head: torch.Tensor
+    ) -> None:
+        self.net, self.teacher, self.head = net, teacher, head
         self._embeddings = embeddings
 
     def context(self, batch: Batch) -> torch.Tensor:
@@ -71,16 +78,31 @@ class Drafter:
             mask_token=config.mask_token_id,
         )
 
+    def states(self, blocks: Blocks, context: torch.Tensor) -> torch.Tensor:
+        """Run the blocks: ``(b, N, B, H)``, after the last norm."""
+        slots = F.embedding(blocks.tokens, self._embeddings).to(context.dtype)
+        hidden: torch.Tensor = self.net(slots, context, blocks.positions, mask=blocks.mask)
+        return hidden.view(*blocks.labels.shape, -1)
+
     def draft(self, blocks: Blocks, context: torch.Tensor) -> Drafted:
         """Run the blocks, and the head where there is something to learn."""
-        slots = F.embedding(blocks.tokens, self._embeddings).to(context.dtype)
-        hidden = self.net(slots, context, blocks.positions, mask=blocks.mask)
-        hidden = hidden.view(*blocks.labels.shape, -1)
+        hidden = self.states(blocks, context)
         places = self.teacher.place[blocks.labels]
         rows = blocks.inside & (places >= 0)
         logits, right = self.teacher.logits(hidden[rows]), torch.zeros_like(rows)
         right[rows] = logits.detach().argmax(-1) == places[rows]
         return Drafted(blocks, hidden, rows, logits, places[rows], right)
+
+    def says(self, hidden: torch.Tensor, extra: torch.Tensor) -> torch.Tensor:
+        """What slots with the states ``(n, H)`` say, as serving reads them: int64 ids ``(n,)``, of
+        the draft vocabulary or of `extra` (int64, `hasten.exits.bank.local_ids`)."""
+        best, at = self.teacher.logits(hidden).max(-1)
+        said = self.teacher.ids[at]
+        if len(extra):
+            rows = self.head[extra].to(self.teacher.head.dtype)
+            more, at = F.linear(hidden.to(rows.dtype), rows).max(-1)
+            said = torch.where(more > best, extra[at], said)
+        return said
 
 
 class Objective:

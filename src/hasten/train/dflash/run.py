@@ -27,10 +27,11 @@ from hasten.targets.fused import FusedTarget
 from hasten.train.dflash import start
 from hasten.train.dflash.evaluate import Figures, evaluate
 from hasten.train.dflash.feed import Feed, Log, States, open_states
+from hasten.train.dflash.files import replacing
 from hasten.train.dflash.loop import EVERY_S, Bounds, Trainer
 from hasten.train.dflash.objectives import Drafter, Objective
 from hasten.train.dflash.options import Options
-from hasten.train.dflash.texts import Corpus, read_corpus, round_texts
+from hasten.train.dflash.texts import Corpus, measured_texts, read_corpus, round_texts
 from hasten.train.exits import Teacher
 from hasten.train.features import Text
 
@@ -73,8 +74,8 @@ def run(
     every_s     seconds between checkpoints
 
     Raises CapabilityError for a model outside the fused family, OptionError for options that don't
-    fit it, data without texts, and a folder that holds another run; ModelError for a folder to
-    start from that isn't a drafter of this model.
+    fit it or ask for nothing, data without texts, a folder that holds another run, and a place that
+    can't be written to; ModelError for a folder to start from that isn't a drafter of this model.
     """
     target = fused(llm)
     limit = target.info.context_limit
@@ -87,6 +88,10 @@ def run(
         limit=limit,
     )
     net, ids = first_weights(llm, target, corpus, options)
+    fits = net.config.length_head and options.head.blocks
+    if not (options.sft.steps or fits or options.rounds.count):
+        problem = "0, no length head to be fitted and no rounds: there is nothing to do"
+        raise OptionError("steps", problem, "Ask for one of them")
     return _Run(llm, target, corpus, options, net, ids, Path(out), work, log, every_s).go()
 
 
@@ -98,22 +103,12 @@ def measure(
     *,
     split: str = "test",
 ) -> Measured:
-    """Figures of the drafter in `folder` on greedy answers of a split, its states computed for
-    the purpose. Raises as `run` does."""
+    """Figures of the drafter in `folder` on greedy answers of a split (the only one that must be in
+    the data), its states computed for the purpose. Raises as `run` does."""
     target = fused(llm)
     net, ids = start.from_folder(target, str(folder), options, add_head=False)
-    corpus = read_corpus(
-        data,
-        (),
-        share=1.0,
-        test=options.test,
-        seed=options.seed,
-        limit=target.info.context_limit,
-    )
-    texts = {"modules": corpus.modules, "policy": corpus.policy, "test": corpus.test}[split]
-    if not texts:
-        raise OptionError("split", f"there is no text of the split {split!r}", "Take another")
-    texts = texts[: options.test]
+    limit = target.info.context_limit
+    texts = measured_texts(data, split, count=options.test, seed=options.seed, limit=limit)
     feed = _feed(target, net, open_states(target, texts, (), None, _quiet), texts, options)
     return evaluate(_drafter(target, net, ids), feed)
 
@@ -145,7 +140,7 @@ def _quiet(row: dict[str, Any]) -> None:
 def _drafter(target: FusedTarget, net: DFlashNet, ids: Sequence[int] | None) -> Drafter:
     whole = range(target.info.vocab_size)
     teacher = Teacher.of(target, ids if ids is not None else whole, torch.float32)
-    return Drafter(net, teacher, target.torch_decoder.embeddings)
+    return Drafter(net, teacher, target.torch_decoder.embeddings, target.ends().head)
 
 
 def _feed(
@@ -202,6 +197,7 @@ class _Run:
 
     def go(self) -> dict[str, Any]:
         """Stage after stage, those that are done left out."""
+        self._trainer.write_curve()  # finds out whether the folder takes it
         stages = (self._sft, self._length, self._on_policy)
         at = self._trainer.place.stage
         done = STAGES.index(at) if at else 0
@@ -279,9 +275,12 @@ class _Run:
         kept = folder / f"round_{number:03d}.jsonl"
         texts = round_texts(self._llm, self._corpus.asked, number, rounds, deployed, kept)
         rkl = rounds.objective == "rkl"
-        states = self._open(texts, "round", last=rkl)
-        feed = _feed(self._target, self._net, states, texts, self._options, last=rkl)
+        if texts:  # else no answer has an anchor
+            states = self._open(texts, "round", last=rkl)
+            feed = _feed(self._target, self._net, states, texts, self._options, last=rkl)
         self._trainer.place.seconds += time.monotonic() - started
+        if not texts:
+            return
         objective = self._objective.distil if rkl else self._objective.control
         self._trainer.run(feed, objective, epochs=rounds.passes)
         tokens = sum(len(text.output) for text in texts)
@@ -308,6 +307,7 @@ class _Run:
         """Write the drafter, measure it once, and keep the figures."""
         trainer, texts = self._trainer, self._corpus.test
         if trainer.facts.get(stage, {}).get("step") != trainer.place.step:
+            trainer.save()  # measuring takes a while, and may be stopped
             states = self._open(texts, "test", last=False)
             feed = _feed(self._target, self._net, states, texts, self._options)
             found = evaluate(self._objective.drafter, feed)
@@ -321,7 +321,8 @@ class _Run:
         self._write(self._out)
         trainer.save()
         report = {"options": self._options.to_json(), "stages": trainer.facts}
-        (self._out / REPORT).write_text(json.dumps(report, indent=1) + "\n")
+        with replacing(self._out / REPORT) as scratch:
+            scratch.write_text(json.dumps(report, indent=1) + "\n")
 
     def _write(self, folder: Path) -> None:
         """The drafter as it is, in the layout that serving loads."""

@@ -14,7 +14,7 @@ from torch import nn
 from hasten.dflash import store
 from hasten.dflash.config import DFlashConfig, default_layers
 from hasten.dflash.net import DFlashNet
-from hasten.errors import OptionError
+from hasten.errors import CapabilityError, OptionError
 from hasten.targets.fused import FusedTarget
 from hasten.train.dflash.options import Options, Shape
 from hasten.train.features import Text
@@ -151,11 +151,18 @@ def from_folder(
 ) -> tuple[DFlashNet, list[int] | None]:
     """A drafter to go on from, in float32 and ready to be trained, with its draft vocabulary (None:
     whole). It keeps its sizes; with `add_head` a length head is added where it has none and one is
-    asked for. Raises ModelError for what isn't a drafter, or another model's."""
+    asked for. Raises ModelError for what isn't a drafter, or another model's, CapabilityError for
+    one that can't be trained here."""
     loaded = store.load(folder, target.info, dtype=torch.float32)
     config, fresh = loaded.config, False
+    if 0 in config.taps:
+        raise CapabilityError(
+            f"the drafter in {folder} taps the model's embeddings, and training has the states of "
+            "layers only: name another, or begin with init=target"
+        )
     if add_head and options.shape.head and not config.length_head:
-        config, fresh = replace(config, length_head=options.shape.head), True
+        width, lookahead = options.shape.head, options.head.lookahead
+        config, fresh = replace(config, length_head=width, lookahead=lookahead), True
     net = new_net(target, config, replace(options, init="random"))
     net.load_state_dict(loaded.net.state_dict(), strict=not fresh)
     ids = None if loaded.draft_ids is None else [int(each) for each in loaded.draft_ids.tolist()]

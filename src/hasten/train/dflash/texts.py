@@ -15,6 +15,7 @@ from hasten.methods import configure
 from hasten.targets.fused import FusedTarget
 from hasten.train import rows
 from hasten.train.batched import BatchDecoder, Job
+from hasten.train.dflash.files import replacing
 from hasten.train.dflash.options import Rounds
 from hasten.train.features import Text
 
@@ -58,12 +59,11 @@ def read_corpus(
     """
     found = list(_read(data, limit))
     modules = _shuffled([text for text, _ in found if text.split == "modules"], seed)
-    policy = [text for text, greedy in found if text.split == "policy" and greedy]
-    held_out = [text for text, greedy in found if text.split == "test" and greedy]
+    policy, held_out = (_greedy(found, split, seed) for split in ("policy", "test"))
     modules = modules[: max(1, round(share * len(modules)))]
-    for name, texts in (("modules", modules), ("test", held_out)):
+    for name, split, texts in (("text", "modules", modules), ("greedy answer", "test", held_out)):
         if not texts:
-            problem = f"there is no text of the split {name!r}"
+            problem = f"there is no {name} of the split {split!r}"
             raise OptionError("data", problem, "Make more: `hasten train data`")
     asked: dict[tuple[int, ...], Text] = {}
     for text, greedy in found if not round_data else _read(round_data, limit):
@@ -73,7 +73,23 @@ def read_corpus(
     known = {text.prompt for text in modules}
     order = _shuffled(list(asked.values()), seed)
     order.sort(key=lambda text: text.prompt in known)
-    return Corpus(modules, _shuffled(policy, seed), _shuffled(held_out, seed)[:test], order)
+    return Corpus(modules, policy, held_out[:test], order)
+
+
+def measured_texts(
+    data: Sequence[str | Path], split: str, *, count: int, seed: int, limit: int
+) -> list[Text]:
+    """The greedy answers of a split in the order of `read_corpus`, `count` at most; the others may
+    be empty. Raises OptionError when there is none."""
+    texts = _greedy(list(_read(data, limit)), split, seed)
+    if not texts:
+        problem = f"there is no greedy answer of the split {split!r}"
+        raise OptionError("split", problem, "Take another, or other data")
+    return texts[:count]
+
+
+def _greedy(found: Sequence[tuple[Text, bool]], split: str, seed: int) -> list[Text]:
+    return _shuffled([text for text, greedy in found if greedy and text.split == split], seed)
 
 
 def _read(data: Sequence[str | Path], limit: int) -> Iterator[tuple[Text, bool]]:
@@ -114,10 +130,8 @@ def round_texts(
     elif rounds.writer == "batched":
         chosen = _batched(llm, chosen, rounds)
     chosen = [text for text in chosen if len(text.output) >= 2]
-    scratch = kept.with_suffix(".tmp")
-    scratch.parent.mkdir(parents=True, exist_ok=True)
-    scratch.write_text("".join(json.dumps(asdict(text)) + "\n" for text in chosen))
-    scratch.replace(kept)
+    with replacing(kept) as scratch:
+        scratch.write_text("".join(json.dumps(asdict(text)) + "\n" for text in chosen))
     return chosen
 
 
