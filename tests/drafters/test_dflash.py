@@ -6,6 +6,7 @@ import gc
 import random
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -170,20 +171,15 @@ def test_no_more_is_verified_than_was_asked_for(most: int) -> None:
 
 
 def test_the_length_heads_word_is_what_is_verified() -> None:
-    made = bank(length_head=6)
     said: list[float] = []
 
-    def worth(hidden: torch.Tensor) -> torch.Tensor:
+    def worth(hidden: torch.Tensor) -> float:
         assert hidden.shape == (1, BLOCK, 32)
         said.append([0.1, 0.45, 0.99][len(said) % 3])
-        return torch.tensor([said[-1]])
+        return said[-1]
 
-    made.net.worth = worth  # type: ignore[method-assign]
-    try:
-        rule = BlockLength(LengthPolicy(BLOCK, policy="ratio"))
-        rounds = run(DFlash(made, rule))
-    finally:
-        del made.net.worth
+    made = replace(bank(length_head=6), length=worth)
+    rounds = run(DFlash(made, BlockLength(LengthPolicy(BLOCK, policy="ratio"))))
     rows = [1, 2, 5]
     got = [made.drafted + 1 for made in rounds[1:]]
     assert got[:9] == [rows[i % 3] for i in range(9)]

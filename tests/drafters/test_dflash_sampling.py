@@ -46,9 +46,10 @@ def bank(ids: tuple[int, ...] | None = None) -> DFlashBank:
         length_head=6,
         draft_vocab_size=VOCAB if ids is None else len(ids),
     )
-    out = assemble(TARGET, loaded(made, 1, ids), make_linear)
-    out.net.thresh_head_two_model.out.weight.mul_(8.0)
-    return out
+    stored = loaded(made, 1, ids)
+    with torch.no_grad():
+        stored.net.thresh_head_two_model.out.weight.mul_(8.0)
+    return assemble(TARGET, stored, make_linear)
 
 
 ALL, SOME = bank(), bank((0, 2, 5))

@@ -19,7 +19,6 @@ from hasten.dflash.lengths import BlockLength
 from hasten.dflash.net import DraftCache, check_frontier
 from hasten.drafters.base import BaseDrafter, DraftContext
 from hasten.errors import DrafterError, ModelError, OptionError
-from hasten.selection import argmax_rows
 from hasten.types import Budget, Draft, DraftTree, Round, RowSignals, Signals
 
 SOURCE = "dflash"
@@ -57,29 +56,25 @@ class DFlash(BaseDrafter):
         self.bank, self.length, self.draw, self.temperature = bank, length, draw, temperature
         self._eos_ids = eos_ids
         self.needs = Signals(hidden=tuple(sorted(bank.config.taps)), prompt=True, embeddings=True)
-        self._forget()
+        self._start((), [])
 
-    def _forget(self) -> None:
-        """No request yet."""
-        self._cache = DraftCache()
-        self._head = self.bank.head.local(())
-        self._waiting: list[torch.Tensor] = []
+    def _start(self, prompt: Sequence[int], features: list[torch.Tensor]) -> None:
+        """A request with this prompt, and states of its last rows; ((), []): none yet."""
+        self._head = self.bank.head.local(prompt)
+        self._waiting = features
         """States of verified rows that the cache doesn't hold yet, ``(rows, K * hidden)`` each."""
+        self._run = self.bank.open(self._head, len(prompt) - self._rows_waiting())
         self._guesses: list[int] = []
         """Tokens of the last block's slots, verified or not."""
+        self._wanted = 0
+        """Slots of the block under way whose likeliest ids are wanted, as far as is known."""
         self._fraction: float | None = None
 
     def begin(self, prompt: Sequence[int], signals: RowSignals) -> None:
         """Read the prompt's states. Rows of an earlier turn that weren't run again are left out:
         the context starts behind them."""
-        self._forget()
-        self._head = self.bank.head.local(prompt)
-        self._cache = DraftCache(start=len(prompt))
-        if signals.hidden:
-            features = self._features(signals, None)
-            self._cache.start -= len(features)
-            self._waiting = [features]
-            self._catch_up()  # the first draft mustn't pay for the prompt
+        self._start(prompt, [self._features(signals, None)] if signals.hidden else [])
+        self._catch_up()  # the first draft mustn't pay for the prompt
 
     @torch.inference_mode()
     def propose(self, ctx: DraftContext, budget: Budget) -> Draft:
@@ -89,11 +84,13 @@ class DFlash(BaseDrafter):
         if room < 1 or root in self._eos_ids:
             return Draft(DraftTree.chain(root))
         started = time.perf_counter()
+        drawn = self.draw and not ctx.greedy
+        self._wanted = 0 if drawn else self._sure(room)
         hidden = self._block(ctx)
         self._fraction = self._worth(hidden)
         count = min(self.length.rows(self._fraction) - 1, room)
         q: dict[int, torch.Tensor] = {}
-        if self.draw and not ctx.greedy:  # dear, so that one more is guessed to learn from
+        if drawn:  # dear, so that one more is guessed to learn from
             wanted = min(count + self.length.learns, room)
             self._guesses, q = self._drawn(ctx, hidden[0, 1 : 1 + wanted])
             q.pop(count, None)
@@ -105,17 +102,19 @@ class DFlash(BaseDrafter):
         sources = ("", *[SOURCE] * len(tokens))
         return Draft(DraftTree.chain(root, tokens), q=q, sources=sources)
 
+    def _sure(self, room: int) -> int:
+        """How many slots' likeliest ids are wanted whatever the block's states say."""
+        if self.length.learns:
+            return room
+        return 0 if self.length.asks else min(self.length.rows(None) - 1, room)
+
     def _block(self, ctx: DraftContext) -> torch.Tensor:
         """One pass of the network over a new block: its states ``(1, block_size, hidden)``."""
         if ctx.embed is None:
             raise DrafterError("embeddings were asked for and aren't there")
-        net, size, anchor = self.bank.net, self.bank.config.block_size, len(ctx.ids) - 1
+        anchor = len(ctx.ids) - 1
         check_frontier(self._cache, self._rows_waiting(), anchor)
-        context = self._context()
-        first, mask = ctx.embed([ctx.ids[-1]]).to(self.bank.mask.dtype), self.bank.mask
-        block = torch.cat([first, mask.expand(size - 1, -1)]).unsqueeze(0)
-        positions = self._positions(context.shape[1] + size)
-        hidden: torch.Tensor = net(block, context, positions, self._cache)
+        hidden = self._run.block(ctx.embed([ctx.ids[-1]]), self._context(), self._wanted)
         check_frontier(self._cache, 0, anchor)
         return hidden
 
@@ -123,18 +122,16 @@ class DFlash(BaseDrafter):
         """The length head's word, where it is wanted and there is one."""
         if not self.length.asks or not self.bank.config.length_head:
             return None
-        said = float(self.bank.net.worth(hidden))
+        said = self.bank.worth(hidden)
         return said if math.isfinite(said) else None
 
     def _likeliest(self, slots: torch.Tensor) -> list[int]:
         """Each slot's likeliest id, up to an end of sequence (or a slot that says nothing)."""
         out: list[int] = []
-        if not len(slots):
-            return out
-        for place in argmax_rows(self._head(slots)):
-            if place < 0 or (out and out[-1] in self._eos_ids):
+        for token in self._run.likeliest(slots):
+            if token < 0 or (out and out[-1] in self._eos_ids):
                 break
-            out.append(self._head.id_of(place))
+            out.append(token)
         return out
 
     def _drawn(
@@ -169,9 +166,14 @@ class DFlash(BaseDrafter):
 
     def end(self) -> None:
         """Keep nothing of the request."""
-        self._forget()
+        self._start((), [])
 
     # -- the context -----------------------------------------------------------------------------
+
+    @property
+    def _cache(self) -> DraftCache:
+        """Where the context starts and how many rows the network holds of it."""
+        return self._run.cache
 
     def _features(self, signals: RowSignals, kept: Sequence[int] | None) -> torch.Tensor:
         """States of the tapped layers side by side, of all rows or of those `kept`: a copy."""
@@ -185,20 +187,15 @@ class DFlash(BaseDrafter):
         return sum(len(each) for each in self._waiting)
 
     def _context(self) -> torch.Tensor:
-        """Context rows ``(1, C, hidden)`` of what waits, which waits no more."""
+        """The states that wait, ``(rows, K * hidden)``; they wait no more."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
-            return self.bank.mask.new_empty(1, 0, self.bank.config.hidden_size)
-        features = waiting[0] if len(waiting) == 1 else torch.cat(waiting)
-        return self.bank.net.context(features.unsqueeze(0))
-
-    def _positions(self, count: int) -> torch.Tensor:
-        """``(1, count)``: those behind the cache."""
-        first = self._cache.start + self._cache.length
-        return torch.arange(first, first + count, device=self.bank.mask.device).unsqueeze(0)
+            config = self.bank.config
+            return self.bank.mask.new_empty(0, len(config.taps) * config.hidden_size)
+        return waiting[0] if len(waiting) == 1 else torch.cat(waiting)
 
     @torch.inference_mode()
     def _catch_up(self) -> None:
         """Put what waits into the cache."""
-        context = self._context()
-        self.bank.net.remember(context, self._positions(context.shape[1]), self._cache)
+        if self._waiting:
+            self._run.catch_up(self._context())

@@ -101,7 +101,6 @@ class NativeRun:
         self._step = native.ExitStep()
         self._step_at = ctypes.byref(self._step)
         self._head: LocalHead | None = None
-        self._head_struct = native.ExitHead()
         self._ids, self._chances = array("q"), array("f")
 
     # -- verified rows
@@ -213,18 +212,21 @@ class NativeRun:
         self.waiting = 0
         self._drafted = len(tokens) + (self._drafted if not parents or parents[0] >= 0 else 0)
 
-    def _head_for(self, head: LocalHead) -> ctypes._Pointer[native.ExitHead]:
+    def _head_for(self, head: LocalHead) -> ctypes._Pointer[native.Head]:
         if head is not self._head:
-            extra = head.extra
-            self._head_struct = native.ExitHead(
-                product=_struct(head.product),
-                extra=None if extra is None else extra.data_ptr(),
-                extras=0 if extra is None else len(extra),
-                ids=head.ids.data_ptr(),
-            )
-            self._head = head
-            self._head_at = ctypes.pointer(self._head_struct)
+            self._head, self._head_at = head, ctypes.pointer(head_struct(head))
         return self._head_at
+
+
+def head_struct(head: LocalHead) -> native.Head:
+    """A request's draft head, whose product is a `NativeLinear`; it points into `head`."""
+    extra = head.extra
+    return native.Head(
+        product=_struct(head.product),
+        extra=None if extra is None else extra.data_ptr(),
+        extras=0 if extra is None else len(extra),
+        ids=head.ids.data_ptr(),
+    )
 
 
 def _at(numbers: array[int] | array[float]) -> int:

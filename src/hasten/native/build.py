@@ -19,7 +19,7 @@ from hasten._cache import build_folder, cache_dir, locked, progress
 from hasten.errors import CapabilityError
 
 SOURCES = Path(__file__).parent
-_UNITS = ("decoder.cpp", "exits.cpp")
+_UNITS = ("decoder.cpp", "exits.cpp", "dflash.cpp")
 _NAME = "kernels.so"
 _COMPILERS = ("g++", "c++", "clang++")
 _FLAGS = (

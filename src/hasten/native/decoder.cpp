@@ -1,15 +1,10 @@
 // A Llama-family decoder's pass over rows of any number of sequences, in one parallel region.
 // Called through ctypes: plain C structs and pointers; see library.py for their Python side.
 
-#include <omp.h>
-
-#include <algorithm>
 #include <new>
 
-#include "attention.h"
-#include "barrier.h"
-#include "linear.h"
 #include "selection.h"
+#include "steps.h"
 
 using namespace hasten;
 
@@ -49,21 +44,10 @@ struct Workspace {
   std::vector<Scratch> scratch;
 };
 
-// Thread `me` of `threads` takes first..last-1 of n.
-struct Share {
-  int64_t first, last;
-  Share(int64_t n, int64_t me, int64_t threads)
-      : first(n * me / threads), last(n * (me + 1) / threads) {}
-};
-
-void normalize(const float *x, const float *weight, int64_t n, float eps, float *out) {
-  f32x16 squares = {};
-  int64_t i = 0;
-  for (; i + LANES <= n; i += LANES) squares = fma(load(x + i), load(x + i), squares);
-  float total = sum(squares);
-  for (int64_t j = i; j < n; ++j) total += x[j] * x[j];
-  const float scale = 1.0f / std::sqrt(total / float(n) + eps);
-  for (int64_t j = 0; j < n; ++j) out[j] = x[j] * scale * weight[j];
+int64_t slots_of(const Sequence &s) {
+  int64_t slots = 0;
+  for (int64_t i = 0; i < s.count; ++i) slots += s.parts[i].slots;
+  return slots;
 }
 
 void rotate(float *x, int64_t dim, const float *turn, float scale) {
@@ -78,32 +62,32 @@ void rotate(float *x, int64_t dim, const float *turn, float scale) {
 class Worker {
  public:
   Worker(const Model &m, const Pass &p, Workspace &w)
-      : m_(m), p_(p), w_(w), me_(omp_get_thread_num()), threads_(omp_get_num_threads()),
-        rows_(p.rows),
-        width_((m.heads + 2 * m.kv_heads) * m.dim), row_(m.hidden > m.inner ? m.hidden : m.inner) {}
+      : m_(m), p_(p), w_(w), t_(w.barrier), rows_(p.rows),
+        width_((m.heads + 2 * m.kv_heads) * m.dim), row_(m.hidden) {}
 
   void run() {
     turns();
     tap(p_.first);
     for (int64_t l = p_.first; l < p_.last; ++l) {
       const Layer &layer = m_.layer[l];
-      product(layer.qkv, take(layer.qkv, layer.attention_norm), rows_, w_.qkv.data(), false);
+      t_.product(layer.qkv, take(layer.qkv, layer.attention_norm), rows_, w_.qkv.data(), false);
       write(layer, l);
-      product(layer.out, attention(layer.out, l), rows_, p_.hidden, true);
-      product(layer.gate_up, take(layer.gate_up, layer.mlp_norm), rows_, w_.gate_up.data(), false);
-      product(layer.down, gate(layer.down), rows_, p_.hidden, true);
+      t_.product(layer.out, attention(layer.out, l), rows_, p_.hidden, true);
+      t_.product(layer.gate_up, take(layer.gate_up, layer.mlp_norm), rows_, w_.gate_up.data(),
+                 false);
+      const Inputs in(w_.wide, layer.down.kind, m_.inner);
+      gated(t_, w_.gate_up.data(), m_.inner, rows_, in);
+      t_.product(layer.down, in, rows_, p_.hidden, true);
       tap(l + 1);
     }
     if (p_.logits)
-      product(m_.head, take(m_.head, m_.norm, rows_ - p_.wanted), p_.wanted, p_.logits, false);
+      t_.product(m_.head, take(m_.head, m_.norm, rows_ - p_.wanted), p_.wanted, p_.logits, false);
   }
 
  private:
-  void wait() { w_.barrier.wait(threads_); }
-
   // cos and sin of each row's angles; seen by the others after `take`'s barrier.
   void turns() {
-    const Share share(rows_, me_, threads_);
+    const Share share = t_.share(rows_);
     for (int64_t r = share.first; r < share.last; ++r)
       for (int64_t i = 0; i < m_.dim / 2; ++i) {
         const float angle = float(p_.positions[r]) * m_.frequencies[i];
@@ -115,24 +99,14 @@ class Worker {
   // Hidden states from row `skipped` on, normalised, as inputs of `l`.
   Inputs take(const Linear &l, const float *norm, int64_t skipped = 0) {
     const Inputs in(w_.narrow, l.kind, m_.hidden);
-    const Share share(rows_ - skipped, me_, threads_);
-    for (int64_t r = share.first; r < share.last; ++r) {
-      normalize(p_.hidden + (skipped + r) * m_.hidden, norm, m_.hidden, m_.eps, row_.data());
-      prepare(in, r, row_.data(), 0, m_.hidden, m_.hidden);
-    }
-    wait();
+    normal(t_, p_.hidden + skipped * m_.hidden, norm, m_.hidden, m_.eps, rows_ - skipped, in,
+           row_.data(), 0);
     return in;
-  }
-
-  void product(const Linear &l, const Inputs &in, int64_t rows, float *out, bool add) {
-    const Share share(panels_of(l.out), me_, threads_);
-    multiply(l, in, rows, share.first, share.last, out, l.out, add);
-    wait();
   }
 
   // Rotates queries and keys and writes keys and values to the cache.
   void write(const Layer &layer, int64_t l) {
-    const Share share(rows_, me_, threads_);
+    const Share share = t_.share(rows_);
     int64_t first = 0;
     for (int64_t i = 0; i < p_.sequences; ++i) {
       const Sequence &s = p_.sequence[i];
@@ -140,7 +114,7 @@ class Worker {
       for (int64_t r = from; r < to; ++r) write_row(layer, l, s, r - first, r);
       first += s.rows;
     }
-    wait();
+    t_.wait();
   }
 
   void write_row(const Layer &layer, int64_t l, const Sequence &s, int64_t own, int64_t r) {
@@ -164,101 +138,30 @@ class Worker {
     }
   }
 
-  // Queries that share a key head go together, six at a time; fewer where there are few, so that
-  // every thread has some.
   Inputs attention(const Linear &out, int64_t l) {
     const Inputs in(w_.narrow, out.kind, m_.heads * m_.dim);
-    const int64_t group = m_.heads / m_.kv_heads;
-    int64_t first = 0, item = 0;
-    for (int64_t i = 0; i < p_.sequences; ++i) {
-      const Sequence &s = p_.sequence[i];
-      const int64_t queries = s.rows * group, each = queries * m_.kv_heads / (3 * threads_);
-      const int64_t size = each >= 6 ? 6 : each >= 3 ? 3 : 1;
-      const int64_t tiles = (queries + size - 1) / size;
-      for (int64_t h = 0; h < m_.kv_heads; ++h)
-        for (int64_t t = 0; t < tiles; ++t, ++item)
-          if (item % threads_ == me_)
-            attend_tile(s, l, h, first, t * size, std::min(queries, (t + 1) * size), in);
-      first += s.rows;
-    }
-    wait();
-    if (m_.dim % GROUP == 0) return in;  // each head was made ready by itself
-    const Share share(rows_, me_, threads_);
-    const int64_t width = m_.heads * m_.dim;
-    for (int64_t r = share.first; r < share.last; ++r)
-      prepare(in, r, w_.mixed.data() + r * width, 0, width, width);
-    wait();
-    return in;
-  }
-
-  void attend_tile(const Sequence &s, int64_t l, int64_t h, int64_t first, int64_t from, int64_t to,
-                   const Inputs &in) {
-    const int64_t group = m_.heads / m_.kv_heads;
-    const float *q[6];
-    float *out[6];
-    int64_t rows[6], heads[6];
-    const int n = int(to - from);
-    for (int i = 0; i < n; ++i) {
-      rows[i] = (from + i) / group;
-      heads[i] = h * group + (from + i) % group;
-      q[i] = w_.qkv.data() + (first + rows[i]) * width_ + heads[i] * m_.dim;
-      out[i] = w_.mixed.data() + ((first + rows[i]) * m_.heads + heads[i]) * m_.dim;
-    }
     const Place place{m_.heads, m_.kv_heads, m_.dim, l};
-    if (m_.half_cache)
-      attend_some<true>(n, s, place, h, q, rows, out);
-    else
-      attend_some<false>(n, s, place, h, q, rows, out);
-    if (m_.dim % GROUP == 0)
-      for (int i = 0; i < n; ++i)
-        prepare(in, first + rows[i], out[i], heads[i] * m_.dim, (heads[i] + 1) * m_.dim,
-                m_.heads * m_.dim);
-  }
-
-  template <bool HALF>
-  void attend_some(int n, const Sequence &s, const Place &p, int64_t h, const float *const *q,
-                   const int64_t *rows, float *const *out) {
-    Scratch &scratch = w_.scratch[size_t(me_)];
-    int i = 0;
-    for (; i + 6 <= n; i += 6) attend<HALF, 6>(s, p, h, q + i, rows + i, out + i, scratch);
-    for (; i + 3 <= n; i += 3) attend<HALF, 3>(s, p, h, q + i, rows + i, out + i, scratch);
-    for (; i < n; ++i) attend<HALF, 1>(s, p, h, q + i, rows + i, out + i, scratch);
-  }
-
-  // silu(gate) * up, as inputs of `down`.
-  Inputs gate(const Linear &down) {
-    const Inputs in(w_.wide, down.kind, m_.inner);
-    const int64_t groups = padded(m_.inner) / GROUP;
-    const Share share(rows_ * groups, me_, threads_);
-    for (int64_t i = share.first; i < share.last; ++i) {
-      const int64_t r = i / groups, at = i % groups * GROUP, n = std::min<int64_t>(GROUP, m_.inner - at);
-      const float *gate = w_.gate_up.data() + r * 2 * m_.inner + at, *up = gate + m_.inner;
-      float value[GROUP], a[GROUP] = {}, b[GROUP] = {};
-      std::memcpy(a, gate, size_t(n) * 4);
-      std::memcpy(b, up, size_t(n) * 4);
-      for (int j = 0; j < GROUP; j += LANES) store(value + j, silu(load(a + j)) * load(b + j));
-      prepare(in, r, value, at, at + n, m_.inner);
-    }
-    wait();
+    const Gathering heads{w_.qkv.data(), width_, w_.mixed.data(), in};
+    int64_t first = 0, item = 0;
+    for (int64_t i = 0; i < p_.sequences; first += p_.sequence[i++].rows)
+      heads.from(first, place).gather(t_, p_.sequence[i], place, m_.half_cache,
+                                      w_.scratch[size_t(t_.me)], item);
+    heads.finish(t_, place, rows_);
     return in;
-  }
-
-  static f32x16 silu(f32x16 x) {
-    const f32x16 size = x < 0.0f ? x : -x, e = exp(size), one = all(1.0f);
-    return x < 0.0f ? x * e / (one + e) : x / (one + e);
   }
 
   void tap(int64_t layer) {
     for (int64_t i = 0; i < p_.tap_count; ++i)
-      if (p_.taps[i] == layer && me_ == 0)
+      if (p_.taps[i] == layer && t_.me == 0)
         std::memcpy(p_.tapped[i], p_.hidden, size_t(rows_ * m_.hidden) * 4);
-    if (p_.tap_count) wait();
+    if (p_.tap_count) t_.wait();
   }
 
   const Model &m_;
   const Pass &p_;
   Workspace &w_;
-  const int64_t me_, threads_, rows_, width_;
+  const Thread t_;
+  const int64_t rows_, width_;
   std::vector<float> row_;
 };
 
@@ -368,11 +271,11 @@ void hasten_multiply(const Linear *l, const float *x, int64_t rows, float *y, in
   Barrier barrier;
 #pragma omp parallel num_threads(int(threads))
   {
-    const int64_t me = omp_get_thread_num(), n = omp_get_num_threads();
-    const Share share(rows, me, n), panels(panels_of(l->out), me, n);
+    const Thread t(barrier);
+    const Share share = t.share(rows);
     for (int64_t r = share.first; r < share.last; ++r) prepare(in, r, x + r * l->in, 0, l->in, l->in);
-    barrier.wait(n);
-    multiply(*l, in, rows, panels.first, panels.last, y, l->out, false);
+    t.wait();
+    t.product(*l, in, rows, y, false);
   }
 }
 
@@ -387,14 +290,14 @@ int64_t hasten_pass(const Model *model, void *workspace, const Pass *pass) {
     const int64_t rows = pass->rows;
     w.narrow.reserve(rows, std::max(m.hidden, m.heads * m.dim));
     w.wide.reserve(rows, m.inner);
-    const auto room = [](std::vector<float> &v, int64_t n) {
-      if (int64_t(v.size()) < n) v.resize(size_t(n));
-    };
     room(w.qkv, rows * (m.heads + 2 * m.kv_heads) * m.dim);
     room(w.mixed, rows * m.heads * m.dim);
     room(w.gate_up, rows * 2 * m.inner);
     room(w.turns, rows * m.dim);
-    if (int64_t(w.scratch.size()) < pass->threads) w.scratch.resize(size_t(pass->threads));
+    scratch_room(w.scratch, pass->threads, 0, 0, m.dim);
+    for (int64_t i = 0; i < pass->sequences; ++i)
+      scratch_room(w.scratch, pass->threads, slots_of(pass->sequence[i]),
+                   pass->sequence[i].pending, m.dim);
   } catch (const std::bad_alloc &) {
     return 1;
   }

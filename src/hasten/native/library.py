@@ -1,5 +1,5 @@
-"""The kernels as Python sees them: the C structs of ``decoder.cpp`` and ``exits.h``, and the
-functions."""
+"""The kernels as Python sees them: the C structs of ``decoder.cpp``, ``vote.h``, ``exits.h`` and
+``dflash.h``, and the functions."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ class ExitModel(ctypes.Structure):
     ]  # fmt: skip
 
 
-class ExitHead(ctypes.Structure):
-    """A draft vocabulary's head, see ``exits.h``."""
+class Head(ctypes.Structure):
+    """A draft vocabulary's head, see ``vote.h``."""
 
     _fields_ = [("product", Linear), ("extra", _P), ("extras", _I64), ("ids", _P)]
 
@@ -105,8 +105,38 @@ class ExitStep(ctypes.Structure):
 
     _fields_ = [
         ("drafted", _I64), ("want", _I64), ("width", _I64), ("threads", _I64), ("tokens", _P),
-        ("parents", _P), ("above", _P), ("hidden", _P), ("head", ctypes.POINTER(ExitHead)),
+        ("parents", _P), ("above", _P), ("hidden", _P), ("head", ctypes.POINTER(Head)),
         ("chances", _P), ("ids", _P),
+    ]  # fmt: skip
+
+
+class DFlashLayer(ctypes.Structure):
+    """A layer of a DFlash drafter: its products and norms."""
+
+    _fields_ = [
+        ("q", Linear), ("k", Linear), ("v", Linear), ("out", Linear), ("gate", Linear),
+        ("up", Linear), ("down", Linear), ("input_norm", _P), ("post_norm", _P), ("q_norm", _P),
+        ("k_norm", _P),
+    ]  # fmt: skip
+
+
+class DFlashModel(ctypes.Structure):
+    """Sizes and weights of a DFlash drafter, see ``dflash.h``."""
+
+    _fields_ = [
+        ("layers", _I64), ("hidden", _I64), ("inner", _I64), ("heads", _I64), ("kv_heads", _I64),
+        ("dim", _I64), ("taps", _I64), ("slots", _I64), ("half", _I64), ("eps", _F32),
+        ("rope_scale", _F32), ("layer", ctypes.POINTER(DFlashLayer)), ("frequencies", _P),
+        ("context_norm", _P), ("norm", _P), ("mask", _P), ("fuse", Linear),
+    ]  # fmt: skip
+
+
+class DFlashStep(ctypes.Structure):
+    """One step of a DFlash drafter, see ``dflash.h``."""
+
+    _fields_ = [
+        ("rows", _I64), ("want", _I64), ("threads", _I64), ("start", _I64), ("states", _P),
+        ("anchor", _P), ("hidden", _P), ("head", ctypes.POINTER(Head)), ("ids", _P),
     ]  # fmt: skip
 
 
@@ -118,12 +148,9 @@ class Library:
             self._dll = ctypes.CDLL(str(path))
         except OSError as error:
             raise CapabilityError(f"the CPU kernels can't be loaded: {error}") from error
-        sizes = self._function("hasten_sizes", _I64)()
-        structs = (Linear, Layer, Model, Pass, Sequence)
-        exit_sizes = self._function("hasten_exit_sizes", _I64)()
-        exit_structs = (ExitModel, ExitHead, ExitStep)
-        if sizes != _sizes(structs) or exit_sizes != _sizes(exit_structs):
-            raise CapabilityError("the CPU kernels were built with other structs than Python's")
+        for name, structs in _STRUCTS.items():
+            if self._function(name, _I64)() != _sizes(structs):
+                raise CapabilityError("the CPU kernels were built with other structs than Python's")
         self.features: int = self._function("hasten_features", _I64)()
         self.weight_bytes = self._function("hasten_weight_bytes", _I64, _I32, _I64, _I64)
         self.pack = self._function("hasten_pack", None, _I32, _P, _I64, _I64, _P)
@@ -143,12 +170,24 @@ class Library:
         self.exit_close = self._function("hasten_exit_close", None, _P)
         self.exit_feed = self._function("hasten_exit_feed", _I64, _P, _P, _P, _P, _P, _I64)
         self.exit_step = self._function("hasten_exit_step", _I64, _P, _P, _P)
+        self.dflash_open = self._function("hasten_dflash_open", _P)
+        self.dflash_close = self._function("hasten_dflash_close", None, _P)
+        self.dflash_bytes = self._function("hasten_dflash_bytes", _I64, _P)
+        self.dflash_step = self._function("hasten_dflash_step", _I64, _P, _P, _P)
 
     def _function(self, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
         function: Any = getattr(self._dll, name)
         function.restype, function.argtypes = result, list(arguments)
         made: Callable[..., Any] = function
         return made
+
+
+_STRUCTS: dict[str, tuple[type[ctypes.Structure], ...]] = {
+    "hasten_sizes": (Linear, Layer, Model, Pass, Sequence),
+    "hasten_exit_sizes": (ExitModel, Head, ExitStep),
+    "hasten_dflash_sizes": (DFlashLayer, DFlashModel, DFlashStep),
+}
+"""By the function that tells their sizes as they were built."""
 
 
 def _sizes(structs: Iterable[type[ctypes.Structure]]) -> int:
