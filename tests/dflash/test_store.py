@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from hasten.dflash import store
 from hasten.errors import ModelError
 from hasten.targets.base import TargetInfo
+from hasten.targets.catalog import resolve
 from tests.dflash.dflash_models import config, net, save_for
 from tests.exits import exit_models as tiny
 from tests.exits.exit_tensors import LAYERS, VOCAB
@@ -254,3 +256,16 @@ def test_the_shipped_drafter_is_found_by_its_target(
     found = store.shipped(info())
     assert found == folder
     assert store.load(found, info()).config.num_target_layers == LAYERS
+
+
+def test_a_drafter_is_shipped_for_the_embedded_models_weights() -> None:
+    source = resolve("smollm2-135m")
+    sizes = {"vocab_size": 49_152, "hidden_size": 576, "num_layers": 30}
+    embedded = replace(info(), fingerprint=source.fingerprint, **sizes)
+    folder = store.shipped(embedded)
+    assert folder is not None
+    loaded = store.load(folder, embedded)
+    assert loaded.draft_ids is not None
+    assert len(loaded.draft_ids) == 8192
+    assert loaded.config.length_head
+    assert all(bool(value.isfinite().all()) for value in loaded.net.state_dict().values())

@@ -103,10 +103,10 @@ class DFlash(BaseDrafter):
         return Draft(DraftTree.chain(root, tokens), q=q, sources=sources)
 
     def _sure(self, room: int) -> int:
-        """How many slots' likeliest ids are wanted whatever the block's states say."""
-        if self.length.learns:
-            return room
-        return 0 if self.length.asks else min(self.length.rows(None) - 1, room)
+        """How many slots' likeliest ids to ask for with the block: all that may be verified, also
+        where the length head is asked after it. A call of its own would cost more than their rows.
+        """
+        return room if self.length.asks else min(self.length.rows(None) - 1, room)
 
     def _block(self, ctx: DraftContext) -> torch.Tensor:
         """One pass of the network over a new block: its states ``(1, block_size, hidden)``."""
