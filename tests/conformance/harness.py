@@ -29,6 +29,7 @@ from hasten.verify import VERIFIERS, Verifier
 from tests.conformance.drafters import KINDS, KNOWING, ResumingTree, TestDrafter
 from tests.conformance.toy_target import ToyTarget, ToyTokenizer
 from tests.dflash import dflash_models
+from tests.eagle3 import eagle3_models
 from tests.exits import exit_tensors
 from tests.policies import lede_cases
 
@@ -72,6 +73,18 @@ REGISTERED: dict[str, tuple[str, ...]] = {
         "dflash:adaflash,model=toy,rate=1.3,least=2",
         "dflash:cost,model=toy",
         "dflash,model=toy,draft=sample,draft_temperature=0.8",
+    ),
+    "eagle3": (
+        "eagle3,model=toy/eagle3",
+        "eagle3:tree,model=toy/eagle3,top_k=3,nodes=9",
+        "eagle3,model=toy/eagle3,sample=on,draft_temperature=0.8",
+    ),
+    "hvd": (
+        "hvd:frequency,s0=0.4,model=none",
+        "hvd,rule=cache,model=early-exit:lookup;modules=toy",
+        "hvd:frequency,s0=0.5,model=dflash;model=toy",
+        "hvd:frequency,s0=0.5,model=eagle3;model=toy/eagle3",
+        "hvd:frequency,s0=0.4,model=draft:near;draw=off",
     ),
     "lede": (
         "lede,modules=toy,arms=toy/lede_arms.npz",
@@ -139,8 +152,8 @@ _FOLDER = tempfile.TemporaryDirectory(prefix="hasten-toy-exits-")
 
 
 def toy_modules(info: TargetInfo) -> Path:
-    """A folder with exit modules of all kinds, and a DFlash drafter, with random tensors for this
-    toy target, over half of its ids; by chance some of their drafts are right."""
+    """A folder with exit modules of all kinds, a DFlash and an EAGLE-3 drafter, with random tensors
+    for this toy target, over half of its ids; by chance some of their drafts are right."""
     folder = Path(_FOLDER.name) / f"{info.fingerprint}-{info.vocab_size}"
     if not folder.is_dir():
         kinds = (("deep", 0), ("affine", 1), ("adapter", 2), ("deep", 3))
@@ -150,6 +163,7 @@ def toy_modules(info: TargetInfo) -> Path:
         store.save(folder, info.fingerprint, range(0, info.vocab_size, 2), tensors, {})
         lede_cases.save_files(folder, info)
         dflash_models.save_for(folder, info, ids=range(0, info.vocab_size, 2))
+        eagle3_models.save_for(folder / "eagle3", info, ids=range(0, info.vocab_size, 2))
     return folder
 
 
@@ -162,12 +176,18 @@ DRAFTERS: dict[str, MakeDrafter] = {
 TREE_DRAFTERS: dict[str, MakeDrafter] = {**DRAFTERS, ResumingTree.name: _toy(ResumingTree)}
 """Every drafter, for targets with tree masks."""
 
+_DRAWS = (
+    "draft-model",
+    "early-exit",
+    "del,",
+    "lede:paper",
+    "dflash,model=toy,draft=",
+    "eagle3,model=toy/eagle3,sample",
+)
 DRAWING = {"drawn", "drawn-tree", "mixed"} | {
     t
     for t in DRAFTERS
-    if t.startswith(("draft-model", "early-exit", "del,", "lede:paper", "dflash,model=toy,draft="))
-    and "draw=off" not in t
-    and not t.startswith("early-exit:lookup")
+    if t.startswith(_DRAWS) and "draw=off" not in t and not t.startswith("early-exit:lookup")
 }
 """Those that draw: under `rejection` their answers are right in distribution, not by token."""
 

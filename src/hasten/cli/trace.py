@@ -36,10 +36,11 @@ def print_trace(tokenizer: Any, result: Result) -> None:
     console.print(f"drafted and kept: {names[0]}{against}; the model's own: plain", style="dim")
     choices = [choice(round) for round, _ in rounds]
     from_exits = exits_drafted(choices)
+    sources = from_exits or len({each.name for each in choices if each.drafted}) > 1
     if from_exits:
         console.print(_TOKENS, style="dim")
     write(_marked((piece for _, pieces in rounds for piece in pieces), marks) + "\n\n")
-    rows = table("round", "drafted", "kept", "ms", *(_DRAFTS if from_exits else ()), "text")
+    rows = table("round", "drafted", "kept", "ms", *_drafts(sources, from_exits), "text")
     for column in rows.columns[:4]:
         column.justify = "right"
     for column in rows.columns[4:]:
@@ -50,12 +51,18 @@ def print_trace(tokenizer: Any, result: Result) -> None:
         if round.tree is not None:
             drafted, kept = str(round.drafted), str(len(round.accepted) - 1)
         spent = f"{1e3 * round.times.total:.1f}"
-        more = (chosen.name if kept else "", tokens_told(chosen)) if from_exits else ()
+        told = (chosen.name if kept else "", tokens_told(chosen))
+        more = told[: len(_drafts(sources, from_exits))]
         rows.add_row(str(round.index), drafted, kept, spent, *more, Text.from_ansi(text))
     console.print(rows)
 
 
-_DRAFTS = ("from", "tokens")
+def _drafts(sources: bool, exits: bool) -> tuple[str, ...]:
+    """Columns on where drafts came from, where there were several sources, and on each token's
+    exit."""
+    return ("from", "tokens") if exits else ("from",) if sources else ()
+
+
 _TOKENS = "tokens: each kept one by its exit (c: copy, s: stored), a dot for a refused one"
 
 

@@ -17,8 +17,10 @@ from hasten.cli import train_arbiter
 from hasten.cli.guard import INTERRUPTED, Commands
 from hasten.cli.screen import err, load_model, out, table
 from hasten.cli.train_dflash import dflash
+from hasten.cli.train_eagle3 import eagle3
 from hasten.cli.train_exits import exits
 from hasten.cli.train_lede import lede
+from hasten.cli.train_payoff import payoff
 from hasten.errors import OptionError
 
 if TYPE_CHECKING:
@@ -42,6 +44,8 @@ def main(context: typer.Context) -> None:
 
 app.command("exits")(exits)
 app.command("dflash")(dflash)
+app.command("payoff")(payoff)
+app.command("eagle3")(eagle3)
 app.add_typer(lede, name="lede")
 app.add_typer(train_arbiter.app, name="arbiter")
 
