@@ -18,6 +18,7 @@ from tests.tiny_llm import PLAIN, make_model, make_tokenizer, meter, metered
 import hasten
 from hasten import methods
 from hasten.api import LLM
+from hasten.dflash import store as assets
 from hasten.eagle3 import store
 from hasten.eagle3.config import read_config
 from hasten.errors import ModelError, OptionError
@@ -124,7 +125,7 @@ def test_without_a_drafter_the_error_names_the_way_to_one(llm: LLM) -> None:
 def test_a_shipped_drafter_is_taken_where_none_is_named(
     llm: LLM, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "shipped", lambda info: Path(folder))
+    monkeypatch.setattr(assets, "shipped", lambda info, kind: Path(folder))
     got = llm.generate("Say it.", method="eagle3", trace=True, **PLAIN)
     assert set(got.metrics.source_drafted) == {"eagle3"}
 

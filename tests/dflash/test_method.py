@@ -130,7 +130,7 @@ def test_without_a_drafter_the_error_names_the_way_to_one(llm: LLM) -> None:
 def test_a_shipped_drafter_is_taken_where_none_is_named(
     llm: LLM, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "shipped", lambda info: Path(folder))
+    monkeypatch.setattr(store, "shipped", lambda info, kind: Path(folder))
     got = llm.generate("Say it.", method="dflash", trace=True, **PLAIN)
     assert set(got.metrics.source_drafted) == {"dflash"}
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hasten.dflash import store as assets
 from hasten.eagle3 import store
 from hasten.errors import ModelError
 from hasten.targets.base import TargetInfo
@@ -317,9 +318,10 @@ def test_a_drafter_is_not_saved_without_saying_whose_it_is(tmp_path: Path) -> No
 def test_the_shipped_drafter_is_found_by_its_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "files", lambda package: tmp_path)
-    assert store.shipped(info()) is None
+    monkeypatch.setattr(assets, "files", lambda package: tmp_path)
+    assert assets.shipped(info(), "eagle3") is None
     folder = save_for(tmp_path / "assets" / "some-model" / "eagle3", info())
-    assert store.shipped(info()) == folder
-    assert store.shipped(replace(info(), fingerprint="else")) is None
+    assert assets.shipped(info(), "eagle3") == folder
+    assert assets.shipped(info()) is None, "another kind of drafter"
+    assert assets.shipped(replace(info(), fingerprint="else"), "eagle3") is None
     assert store.load(folder, info()).config.taps == (1, 5)

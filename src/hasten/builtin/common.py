@@ -6,14 +6,17 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import field
+from pathlib import Path
 from typing import Any
 
 from hasten import start_rows
+from hasten.dflash import store
 from hasten.errors import OptionError
 from hasten.methods import MethodContext, Shared
 from hasten.policies import cost
 from hasten.policies.base import FixedPolicy, Policy
 from hasten.policies.budget import BudgetPolicy
+from hasten.targets.base import Target
 
 SCOPES = ("request", "session", "global")
 
@@ -106,3 +109,21 @@ class Policies:
         if self._fixed:
             return FixedPolicy(nodes=self._fixed)
         return BudgetPolicy(self._costs, shared["counts"], most=self.most)
+
+
+def drafter_folder(target: Target, model: str, kind: str, name: str, method: str) -> Path:
+    """The folder of a trained drafter: the one that the option `model` of `method` names, or the
+    one shipped for the target. `kind` is that of the assets and of ``hasten train``, `name` what
+    people call it. Raises OptionError when there is none."""
+    folder = Path(model).expanduser() if model else store.shipped(target.info, kind)
+    if folder is None:
+        raise OptionError(
+            f"{method}.model",
+            f"no {name} drafter is shipped for {target.info.name}",
+            f"Train one (`hasten train {kind}`) or download one made for this model, and name its "
+            "folder: model=FOLDER",
+        )
+    if not folder.is_dir():
+        problem = f"there is no folder {str(folder)!r}"
+        raise OptionError(f"{method}.model", problem, "Name the drafter's folder")
+    return folder

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from hasten.builtin.common import need, opt
+from hasten.builtin.common import drafter_folder, need, opt
 from hasten.dflash import store
 from hasten.dflash.bank import DFlashBank, assemble
 from hasten.dflash.lengths import BlockLength, CostedLength
@@ -83,18 +82,7 @@ def _refuse_contradictions(options: DFlashOptions) -> None:
 def find_bank(target: Target, model: str, *, method: str = "dflash") -> DFlashBank:
     """The drafter in the folder named, or the one shipped for the target, ready to work. Raises
     OptionError, ModelError or CapabilityError before anything has run."""
-    folder = Path(model).expanduser() if model else store.shipped(target.info)
-    if folder is None:
-        raise OptionError(
-            f"{method}.model",
-            f"no DFlash drafter is shipped for {target.info.name}",
-            "Train one (`hasten train dflash`) or download one made for this model, and name its "
-            "folder: model=FOLDER",
-        )
-    if not folder.is_dir():
-        raise OptionError(
-            f"{method}.model", f"there is no folder {str(folder)!r}", "Name the drafter's folder"
-        )
+    folder = drafter_folder(target, model, "dflash", "DFlash", method)
     return assemble(target, store.load(folder, target.info), draft_linear)
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 
-from hasten.builtin.common import need, opt
+from hasten.builtin.common import drafter_folder, need, opt
 from hasten.drafters.eagle3 import Eagle3
 from hasten.eagle3 import store
 from hasten.eagle3.bank import Eagle3Bank, assemble
@@ -88,18 +87,7 @@ def _check(options: Eagle3Options) -> None:
 def find_bank(target: Target, model: str, *, method: str = "eagle3") -> Eagle3Bank:
     """The drafter in the folder named, or the one shipped for the target, ready to work. Raises
     OptionError, ModelError or CapabilityError before anything has run."""
-    folder = Path(model).expanduser() if model else store.shipped(target.info)
-    if folder is None:
-        raise OptionError(
-            f"{method}.model",
-            f"no EAGLE-3 drafter is shipped for {target.info.name}",
-            "Train one (`hasten train eagle3`) or download one made for this model, and name its "
-            "folder: model=FOLDER",
-        )
-    if not folder.is_dir():
-        raise OptionError(
-            f"{method}.model", f"there is no folder {str(folder)!r}", "Name the drafter's folder"
-        )
+    folder = drafter_folder(target, model, "eagle3", "EAGLE-3", method)
     return assemble(target, store.load(folder, target.info), draft_linear)
 
 

@@ -178,19 +178,19 @@ def check_belongs(config: DFlashConfig, fingerprint: str, info: TargetInfo) -> N
         raise ModelError(f"it taps layer {max(config.target_layer_ids)}, which isn't there")
 
 
-def shipped(info: TargetInfo) -> Path | None:
-    """The folder of the drafter that came with the package for these weights; None: there is
-    none."""
+def shipped(info: TargetInfo, kind: str = "dflash") -> Path | None:
+    """The folder of the drafter of this kind that came with the package for these weights; None:
+    there is none."""
     root = files("hasten") / "assets"
     if not info.fingerprint or not root.is_dir():
         return None
     for model in root.iterdir():
-        described = model / "dflash" / CONFIG
+        described = model / kind / CONFIG
         if not described.is_file():
             continue
         said = json.loads(described.read_text())
         if said.get("hasten", {}).get("target") == info.fingerprint:
-            with as_file(model / "dflash") as path:
+            with as_file(model / kind) as path:
                 return path
     return None
 

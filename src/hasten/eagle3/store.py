@@ -13,7 +13,6 @@ import os
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
@@ -161,23 +160,6 @@ _UNREADABLE = (
     RuntimeError, pickle.UnpicklingError, SafetensorError, ModelError,
 )  # fmt: skip
 """What a file that is missing, cut off or of another kind may raise."""
-
-
-def shipped(info: TargetInfo) -> Path | None:
-    """The folder of the drafter that came with the package for these weights; None: there is
-    none."""
-    root = files("hasten") / "assets"
-    if not info.fingerprint or not root.is_dir():
-        return None
-    for model in root.iterdir():
-        described = model / "eagle3" / CONFIG
-        if not described.is_file():
-            continue
-        said = json.loads(described.read_text())
-        if said.get("hasten", {}).get("target") == info.fingerprint:
-            with as_file(model / "eagle3") as path:
-                return path
-    return None
 
 
 def _check_belongs(config: Eagle3Config, fingerprint: str, info: TargetInfo) -> None:
