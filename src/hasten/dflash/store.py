@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -156,24 +156,35 @@ _UNREADABLE = (
 """What a file that is missing, cut off or of another kind may raise."""
 
 
-def check_belongs(config: DFlashConfig, fingerprint: str, info: TargetInfo) -> None:
-    """Raise ModelError unless the drafter can draft for this target."""
+def check_made_for(
+    info: TargetInfo, fingerprint: str, sizes: Sequence[tuple[str, int, int]], kind: str
+) -> None:
+    """Raise ModelError unless a drafter was made for this target.
+
+    fingerprint  of the weights that its folder names; empty: it names none
+    sizes        name, the drafter's, the target's; kind: as in ``hasten train KIND``
+    """
     if fingerprint and fingerprint != info.fingerprint:
         raise ModelError(
             f"it was trained for other weights than {info.name}'s. Name its own drafter, or train "
-            "one with `hasten train dflash`"
+            f"one with `hasten train {kind}`"
         )
-    sizes = (
-        ("hidden_size", config.hidden_size, info.hidden_size),
-        ("vocab_size", config.vocab_size, info.vocab_size),
-        ("num_target_layers", config.num_target_layers or info.num_layers, info.num_layers),
-    )
     for name, own, wanted in sizes:
         if own != wanted:
             raise ModelError(
                 f"its {name} is {own}, {info.name} has {wanted}: it was made for another model. "
                 "Choose the drafter of this one"
             )
+
+
+def check_belongs(config: DFlashConfig, fingerprint: str, info: TargetInfo) -> None:
+    """Raise ModelError unless the drafter can draft for this target."""
+    sizes = (
+        ("hidden_size", config.hidden_size, info.hidden_size),
+        ("vocab_size", config.vocab_size, info.vocab_size),
+        ("num_target_layers", config.num_target_layers or info.num_layers, info.num_layers),
+    )
+    check_made_for(info, fingerprint, sizes, "dflash")
     if max(config.taps) > info.num_layers:
         raise ModelError(f"it taps layer {max(config.target_layer_ids)}, which isn't there")
 

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from hasten.dflash.store import CONFIG, WEIGHTS, _some
+from hasten.dflash.store import CONFIG, WEIGHTS, _some, check_made_for
 from hasten.eagle3.config import Eagle3Config, first_generation, read_config
 from hasten.eagle3.net import Eagle3Net
 from hasten.errors import ModelError
@@ -164,21 +164,12 @@ _UNREADABLE = (
 
 def _check_belongs(config: Eagle3Config, fingerprint: str, info: TargetInfo) -> None:
     """Raise ModelError unless the drafter can draft for this target."""
-    if fingerprint and fingerprint != info.fingerprint:
-        raise ModelError(
-            f"it was trained for other weights than {info.name}'s. Name its own drafter, or train "
-            "one with `hasten train eagle3`"
-        )
     width = "hidden_size" if config.target_hidden_size == config.hidden_size else ""
-    for name, own, wanted in (
+    sizes = (
         (width or "target_hidden_size", config.target_hidden_size, info.hidden_size),
         ("vocab_size", config.vocab_size, info.vocab_size),
-    ):
-        if own != wanted:
-            raise ModelError(
-                f"its {name} is {own}, {info.name} has {wanted}: it was made for another model. "
-                "Choose the drafter of this one"
-            )
+    )
+    check_made_for(info, fingerprint, sizes, "eagle3")
 
 
 # -- tensors -----------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hasten.errors import OptionError
+from hasten.train.checks import above, least, one_of, schedule
 
 OBJECTIVES = ("rkl", "sft")
 STATES = ("file", "fly")
@@ -36,12 +37,12 @@ class Shape:
     rope_theta: float = 100_000.0
 
     def __post_init__(self) -> None:
-        _least("layers", self.layers, 1)
-        _least("block", self.block, 2)
-        _least("taps", self.tap_count, 1)
-        _least("vocabulary", self.vocabulary, 0)
-        _least("length_head", self.head, 0)
-        _above("rope_theta", self.rope_theta)
+        least("layers", self.layers, 1)
+        least("block", self.block, 2)
+        least("taps", self.tap_count, 1)
+        least("vocabulary", self.vocabulary, 0)
+        least("length_head", self.head, 0)
+        above("rope_theta", self.rope_theta)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +65,10 @@ class SFT:
     warmup: float = 0.05
 
     def __post_init__(self) -> None:
-        _least("steps", self.steps, 0)
-        _above("minutes", self.minutes)
-        _least("texts", self.texts, 1)
-        _least("anchors", self.anchors, 1)
-        _above("gamma", self.gamma)
-        _above("lr", self.lr)
-        if not 0 <= self.lr_end <= self.lr:
-            raise OptionError("lr_end", f"must be from 0 to lr, got {self.lr_end}")
-        if not 0 <= self.warmup < 1:
-            raise OptionError("warmup", f"must be a share of the steps, got {self.warmup}")
+        schedule(self.steps, self.minutes, self.lr, self.lr_end, self.warmup)
+        least("texts", self.texts, 1)
+        least("anchors", self.anchors, 1)
+        above("gamma", self.gamma)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,20 +106,20 @@ class Rounds:
     steps: int = 0
 
     def __post_init__(self) -> None:
-        _least("rounds", self.count, 0)
-        _least("round_steps", self.steps, 0)
-        _above("round_minutes", self.minutes)
-        _least("round_prompts", self.prompts, 1)
-        _least("passes", self.passes, 1)
-        _least("max_new_tokens", self.max_new_tokens, 2)
-        _one_of("writer", self.writer, WRITERS)
-        _one_of("objective", self.objective, OBJECTIVES)
+        least("rounds", self.count, 0)
+        least("round_steps", self.steps, 0)
+        above("round_minutes", self.minutes)
+        least("round_prompts", self.prompts, 1)
+        least("passes", self.passes, 1)
+        least("max_new_tokens", self.max_new_tokens, 2)
+        one_of("writer", self.writer, WRITERS)
+        one_of("objective", self.objective, OBJECTIVES)
         if not 0 <= self.alpha <= 1:
             raise OptionError("alpha", f"must be from 0 to 1, got {self.alpha}")
-        _above("temperature", self.temperature)
-        _least("clip", self.clip, 0)
-        _above("round_lr", self.lr)
-        _above("head_lr", self.head_lr)
+        above("temperature", self.temperature)
+        least("clip", self.clip, 0)
+        above("round_lr", self.lr)
+        above("head_lr", self.head_lr)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +139,10 @@ class Head:
     lookahead: int = 1
 
     def __post_init__(self) -> None:
-        _least("head_blocks", self.blocks, 0)
-        _above("head_minutes", self.minutes)
-        _above("head_lr", self.lr)
-        _least("lookahead", self.lookahead, 0)
+        least("head_blocks", self.blocks, 0)
+        above("head_minutes", self.minutes)
+        above("head_lr", self.lr)
+        least("lookahead", self.lookahead, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,12 +171,12 @@ class Options:
     autocast: bool = False
 
     def __post_init__(self) -> None:
-        _one_of("states", self.states, STATES)
-        _least("test", self.test, 1)
+        one_of("states", self.states, STATES)
+        least("test", self.test, 1)
         if not 0 < self.share <= 1:
             raise OptionError("share", f"must be above 0 and at most 1, got {self.share}")
-        _least("weight_decay", self.weight_decay, 0)
-        _above("grad_clip", self.grad_clip)
+        least("weight_decay", self.weight_decay, 0)
+        above("grad_clip", self.grad_clip)
         if not -(2**63) <= self.seed < 2**64:  # what torch takes
             raise OptionError("seed", f"must be an integer of 64 bits, got {self.seed}")
         if not self.init:
@@ -190,18 +185,3 @@ class Options:
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return asdict(self)
-
-
-def _least(name: str, value: float, least: int) -> None:
-    if not least <= value < float("inf"):
-        raise OptionError(name, f"must be at least {least}, got {value}")
-
-
-def _above(name: str, value: float) -> None:
-    if not 0 < value < float("inf"):
-        raise OptionError(name, f"must be above 0, got {value}")
-
-
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise OptionError(name, f"must be one of {', '.join(known)}, got {value!r}")

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hasten.errors import OptionError
-from hasten.train.dflash.options import STATES, _above, _least, _one_of
+from hasten.train.checks import above, least, one_of, schedule
+from hasten.train.dflash.options import STATES
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,8 @@ class Shape:
     norm_before_fc: bool = False
 
     def __post_init__(self) -> None:
-        _least("vocabulary", self.vocabulary, 0)
-        _above("rope_theta", self.rope_theta)
+        least("vocabulary", self.vocabulary, 0)
+        above("rope_theta", self.rope_theta)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +53,10 @@ class SFT:
     warmup: float = 0.05
 
     def __post_init__(self) -> None:
-        _least("steps", self.steps, 0)
-        _above("minutes", self.minutes)
-        _least("texts", self.texts, 1)
-        _least("unroll", self.unroll, 1)
-        _above("decay", self.decay)
-        _above("lr", self.lr)
-        if not 0 <= self.lr_end <= self.lr:
-            raise OptionError("lr_end", f"must be from 0 to lr, got {self.lr_end}")
-        if not 0 <= self.warmup < 1:
-            raise OptionError("warmup", f"must be a share of the steps, got {self.warmup}")
+        schedule(self.steps, self.minutes, self.lr, self.lr_end, self.warmup)
+        least("texts", self.texts, 1)
+        least("unroll", self.unroll, 1)
+        above("decay", self.decay)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +85,9 @@ class Options:
     autocast: bool = False
 
     def __post_init__(self) -> None:
-        _one_of("states", self.states, STATES)
-        _least("test", self.test, 1)
-        _least("length", self.length, 1)
+        one_of("states", self.states, STATES)
+        least("test", self.test, 1)
+        least("length", self.length, 1)
         if not 0 < self.share <= 1:
             raise OptionError("share", f"must be above 0 and at most 1, got {self.share}")
         if not self.init:
