@@ -9,6 +9,7 @@
 # eighth each for the rounds and for their control, the rest measures. A stopped run goes on with the same command.
 #
 # Set as you like: MODEL, DEVICE (default: cuda where there is one), DTYPE (bfloat16), SEED (0),
+# INIT (first weights: target, random or a drafter's folder, to go on from it with other texts),
 # SHARE (part of the texts to learn from; default: what a fifth of the time makes states of, at RATE
 # tokens a second: 600 on a CPU, 20000 else), WRITER (batched; deployed answers with the drafter:
 # the same text, slower here), CONTROL (1), SUITES (files for `hasten bench`; default: mini), and
@@ -50,7 +51,7 @@ read -ra more <<<"${FLAGS:-}"
 
 mkdir -p "$out"
 $hasten train dflash "${usual[@]}" --out "$out/sft" --work "$out/states" \
-  --steps 1000000 --minutes "$(part 0.45)" --head-minutes "$(part 0.05)" "${more[@]}"
+  --init "${INIT:-target}" --steps 1000000 --minutes "$(part 0.45)" --head-minutes "$(part 0.05)" "${more[@]}"
 rounds=("${usual[@]}" --init "$out/sft" --steps 0 --head-blocks 0 --work "$out/states/rounds" \
   --rounds 1000 --writer "${WRITER:-batched}" "${more[@]}")
 $hasten train dflash "${rounds[@]}" --out "$out/drafter" --round-minutes "$(part 0.125)"
