@@ -10,26 +10,20 @@ weights, kept in the cache or shipped with an embedded model (ours).
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
-import time
-import zipfile
-import zlib
-from collections.abc import Callable, Iterator
-from importlib.resources import as_file, files
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hasten._cache import cache_dir
-from hasten.errors import CapabilityError, HastenError
+from hasten import _tables
+from hasten.errors import CapabilityError
 from hasten.selection import topk_rows
 from hasten.targets.base import Target, TargetInfo
 from hasten.types import Rows
 
 BREADTH = 8
-_NAME = "successors.npz"
+_KIND = "successors"
 
 
 def context_token(tokenizer: Any, eos_ids: frozenset[int]) -> int:
@@ -78,63 +72,23 @@ def build(
 
 def load(info: TargetInfo) -> np.ndarray[Any, Any] | None:
     """The rows kept or shipped for these weights; None when there are none."""
-    if not info.fingerprint:
-        return None
-    with contextlib.suppress(HastenError):
-        if (rows := _read(_path(info), info)) is not None:
-            return rows
-    for path in _shipped():
-        if (rows := _read(path, info)) is not None:
-            return rows
+    for arrays in _tables.find(info, _KIND):
+        if "ids" in arrays and _fits(rows := arrays["ids"], info.vocab_size):
+            return rows.astype(np.int32)
     return None
 
 
 def save(info: TargetInfo, rows: np.ndarray[Any, Any]) -> Path:
     """Keep rows for these weights; the file. Raises ModelError when the cache can't be written."""
-    path = _path(info)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write(path, info.fingerprint, rows)
-    return path
+    return _tables.keep(info, _KIND, {"ids": _tables.small(rows)})
 
 
 def write(path: Path, fingerprint: str, rows: np.ndarray[Any, Any]) -> None:
     """Write rows to `path`, atomically."""
-    small = rows.astype(np.uint16 if rows.size and int(rows.max()) < 1 << 16 else np.int32)
-    scratch = path.with_suffix(f".{os.getpid()}-{time.time_ns()}.tmp")
-    try:
-        with scratch.open("wb") as file:
-            np.savez_compressed(file, ids=small, fingerprint=np.array(fingerprint))
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
+    _tables.write(path, fingerprint, {"ids": _tables.small(rows)})
 
 
-def _read(path: Path, info: TargetInfo) -> np.ndarray[Any, Any] | None:
-    """The rows of a file if it is whole and made for these weights."""
-    try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
-            if str(stored["fingerprint"]) != info.fingerprint:
-                return None
-            rows = stored["ids"].astype(np.int32)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
-        return None
-    vocab = info.vocab_size
-    fits = rows.ndim == 2 and len(rows) == vocab and rows.min() >= 0 and rows.max() < vocab
-    return rows if fits else None
-
-
-def _path(info: TargetInfo) -> Path:
-    digest = hashlib.sha256(info.fingerprint.encode()).hexdigest()[:24]
-    return cache_dir() / "successors" / f"{digest}.npz"
-
-
-def _shipped() -> Iterator[Path]:
-    """Files that came with the package."""
-    for folder in (files("hasten") / "assets").iterdir() if _has_assets() else ():
-        with as_file(folder / _NAME) as path:
-            if path.is_file():
-                yield path
-
-
-def _has_assets() -> bool:
-    return (files("hasten") / "assets").is_dir()
+def _fits(rows: np.ndarray[Any, Any], vocab: int) -> bool:
+    """Whether these are rows of ids for each id of a vocabulary."""
+    whole = rows.ndim == 2 and len(rows) == vocab and rows.dtype.kind in "iu"
+    return whole and bool(rows.min() >= 0 and rows.max() < vocab)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hasten.builtin.common import MOST, START, Policies, opt, start_for
+from hasten.builtin.common import MOST, PHRASES, START, Policies, opt, phrases_for, start_for
 from hasten.builtin.exit_sources import question_share
 from hasten.drafters.ar import Plain
 from hasten.drafters.auto import GROWTH, Auto, Worth
@@ -31,6 +31,7 @@ class AutoOptions:
 
     most: int = opt(0, MOST)
     start: bool = opt(True, START)
+    phrases: bool = opt(True, PHRASES)
     exits: bool = opt(
         True,
         "ask the exit module shipped for these weights where copies aren't sure, and a question "
@@ -60,6 +61,7 @@ def _auto(options: AutoOptions, context: MethodContext) -> RequestMaker:
         return RequestMaker(lambda shared: (Plain(), FixedPolicy(nodes=1)))
     policy = Policies("auto", 0, options.most, context, stretch=2)
     start = start_for(options.start, context)
+    phrases = phrases_for(options.phrases, context)
     exits = _module_at_zero(context.target) if options.exits else None
 
     least = Worth.LEAST
@@ -70,7 +72,8 @@ def _auto(options: AutoOptions, context: MethodContext) -> RequestMaker:
     eos = context.target.info.eos_ids
 
     def make(shared: Mapping[str, Any]) -> tuple[Drafter, Policy]:
-        return Auto(start=start, exits=exits, least=least, eos_ids=eos), policy(shared)
+        drafter = Auto(start=start, phrases=phrases, exits=exits, least=least, eos_ids=eos)
+        return drafter, policy(shared)
 
     return RequestMaker(make, {"counts": AcceptanceBook()})
 

@@ -9,7 +9,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
-from hasten import start_rows
+from hasten import phrases, start_rows
 from hasten.dflash import store
 from hasten.errors import OptionError
 from hasten.methods import MethodContext, Shared
@@ -32,6 +32,7 @@ _GLOBAL_STATES = 8
 NODES = "rows per pass, the root included; 0: the budget policy chooses each round"
 MOST = "most rows the budget policy considers; 0: by what rows cost on this machine"
 SCOPE = "who shares what is learned: request (nobody), session (this model), global (process)"
+PHRASES = "draft what the model often says after the last two or three tokens (ours)"
 START = "draft for tokens not seen yet by start rows, where the model has some (ours)"
 
 
@@ -77,6 +78,11 @@ def shared_state(
 def start_for(wanted: bool, context: MethodContext) -> Any:
     """The target's start rows, where it has some and they are wanted."""
     return start_rows.load(context.target.info) if wanted else None
+
+
+def phrases_for(wanted: bool, context: MethodContext) -> phrases.Phrases | None:
+    """The target's phrases, where it has some and they are wanted."""
+    return phrases.load(context.target.info) if wanted else None
 
 
 def learned(shared: Mapping[str, Any]) -> Any:

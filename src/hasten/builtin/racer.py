@@ -10,12 +10,14 @@ from hasten.builtin import common
 from hasten.builtin.common import (
     MOST,
     NODES,
+    PHRASES,
     SCOPE,
     START,
     Policies,
     learned,
     need,
     opt,
+    phrases_for,
     shared_state,
     start_for,
 )
@@ -51,6 +53,7 @@ class RacerOptions:
     refill: bool = opt(True, "let the logits tree grow until the budget is full (ours)")
     graft: bool = opt(True, "start logits branches from retrieved leaves too (ours)")
     start: bool = opt(True, START)
+    phrases: bool = opt(True, PHRASES)
     scope: str = opt("request", SCOPE)
 
 
@@ -81,6 +84,7 @@ def _racer(options: RacerOptions, context: MethodContext) -> RequestMaker:
         )
 
     start = start_for(options.start, context)
+    phrases = phrases_for(options.phrases, context)
 
     def state() -> RacerState:
         ngrams = NGramStore(max(options.ngram, 1), options.capacity)
@@ -102,6 +106,7 @@ def _racer(options: RacerOptions, context: MethodContext) -> RequestMaker:
             refill=options.refill,
             graft=options.graft,
             start=start,
+            phrases=phrases,
             state=learned(shared),
         )
         return drafter, policy(shared)
@@ -145,9 +150,10 @@ METHODS = (
                 "refill": False,
                 "graft": False,
                 "start": False,
+                "phrases": False,
             },
-            "retrieval": {"breadth": 0, "retrieved": 1.0},
-            "logits": {"ngram": 0},
+            "retrieval": {"breadth": 0, "retrieved": 1.0, "phrases": False},
+            "logits": {"ngram": 0, "phrases": False},
         },
     ),
     Method(

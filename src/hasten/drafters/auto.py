@@ -1,4 +1,4 @@
-"""`auto`'s drafter (ours): what followed the text's suffixes elsewhere, then stored candidates.
+"""`auto`'s drafter (ours): what followed the text's suffixes elsewhere, phrases, stored candidates.
 
 Suffix counts (`hasten.drafters.suffix`, blend) guess what the text repeats, and the latest top-k of
 each token (RACER's and token recycling's table) the rest. The table also has a say in the copies: a
@@ -19,12 +19,14 @@ from hasten.drafters.copies import COPIES, add_copies, check_copies
 from hasten.drafters.exit_session import ExitSession
 from hasten.drafters.exit_tree import Growth, grow
 from hasten.drafters.logits_tree import grow_logits
+from hasten.drafters.phrase_tree import grow_phrases
 from hasten.drafters.ranks import MAX_LENGTH
 from hasten.drafters.successors import SuccessorTable
 from hasten.drafters.suffix import Suffix
 from hasten.drafters.suffix_guess import Guess
 from hasten.drafters.tree_builder import TreeBuilder
 from hasten.exits.bank import ExitBank
+from hasten.phrases import Phrases
 from hasten.types import Budget, Draft, Round, RowSignals, Signals
 
 SURE = 0.8
@@ -78,6 +80,7 @@ class Auto(BaseDrafter):
 
     breadth   candidates kept per token
     start     candidates of tokens not seen yet (`hasten.start_rows`); None: there are none
+    phrases   what the model often says (`hasten.phrases`); None: there are none
     exits     a module at exit 0, asked where copies aren't sure; None: there is none
     least     how often it must help for a question to pay (`Worth`)
     eos_ids   nothing is drafted after these
@@ -90,6 +93,7 @@ class Auto(BaseDrafter):
         *,
         breadth: int = 8,
         start: np.ndarray[Any, Any] | None = None,
+        phrases: Phrases | None = None,
         exits: ExitBank | None = None,
         growth: Growth = GROWTH,
         sure: float = SURE,
@@ -97,6 +101,7 @@ class Auto(BaseDrafter):
         eos_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.breadth, self._start, self._eos_ids = breadth, start, eos_ids
+        self._phrases = phrases
         self._session = None if exits is None else ExitSession(exits)
         self._growth, self._sure, self._least = growth, sure, least
         self._worth = Worth(least)
@@ -120,7 +125,7 @@ class Auto(BaseDrafter):
             self._successors.update(prompt[-len(signals.topk_ids) :], signals.topk_ids)
 
     def propose(self, ctx: DraftContext, budget: Budget) -> Draft:
-        """Copies first, then the logits tree."""
+        """Copies first, then the module's candidates, phrases, and the logits tree."""
         tree = TreeBuilder(ctx.ids[-1], budget.nodes, budget.depth)
         guess = self._suffix.guess(round(COPIES * (budget.nodes - 1)), budget.depth)
         copied = add_copies(tree, guess, self._successors)
@@ -131,6 +136,8 @@ class Auto(BaseDrafter):
             and self._worth.ask(ctx.others)
         ):
             rivals = self._ask(tree, ctx, copied)
+        if self._phrases is not None:
+            grow_phrases(tree, self._phrases, self._successors, ctx.ids, eos_ids=self._eos_ids)
         grow_logits(tree, self._successors, self.breadth, rivals=rivals, eos_ids=self._eos_ids)
         return tree.draft()
 

@@ -17,10 +17,12 @@ import numpy as np
 from hasten.drafters.base import BaseDrafter, DraftContext
 from hasten.drafters.logits_tree import SCHEDULES, grow_logits
 from hasten.drafters.ngrams import Cursor, NGramStore
+from hasten.drafters.phrase_tree import grow_phrases
 from hasten.drafters.ranks import RETRIEVAL, retrieval_rank
 from hasten.drafters.successors import SuccessorTable
 from hasten.drafters.tree_builder import TreeBuilder
 from hasten.errors import OptionError
+from hasten.phrases import Phrases
 from hasten.types import Budget, Draft, Round, RowSignals, Signals
 
 LEAST_RETRIEVED = 8
@@ -59,6 +61,8 @@ class Racer(BaseDrafter):
     refill      grow the logits tree until the budget is full, duplicates not counted (ours)
     graft       start the logits tree from retrieved leaves too (ours)
     start       candidates of tokens not seen yet (`hasten.start_rows`; ours); None: there are none
+    phrases     what the model often says, drafted between the two (`hasten.phrases`; ours); None:
+                there are none
     state       shared memory (start rows included); None: this request's own
     """
 
@@ -77,6 +81,7 @@ class Racer(BaseDrafter):
         refill: bool = True,
         graft: bool = True,
         start: np.ndarray[Any, Any] | None = None,
+        phrases: Phrases | None = None,
         state: RacerState | None = None,
     ) -> None:
         if schedule not in SCHEDULES:
@@ -89,7 +94,7 @@ class Racer(BaseDrafter):
         self.schedule, self.capacity, self.retrieved = schedule, capacity, retrieved
         self.decay, self.refill, self.graft = decay, refill, graft
         self.needs = Signals(topk=breadth, prompt=breadth > 0, sparse=True)
-        self._start, self._shared = start, state
+        self._start, self._phrases, self._shared = start, phrases, state
         self._forget()
 
     def _forget(self) -> None:
@@ -110,9 +115,11 @@ class Racer(BaseDrafter):
             self._state.successors.update(prompt[-len(signals.topk_ids) :], signals.topk_ids)
 
     def propose(self, ctx: DraftContext, budget: Budget) -> Draft:
-        """Retrieved nodes first, then the logits tree."""
+        """Retrieved nodes first, then phrases, then the logits tree."""
         tree = TreeBuilder(ctx.ids[-1], budget.nodes, budget.depth)
         leaves, rivals = self._retrieve(tree) if self.ngram else ((), {})
+        if self._phrases is not None:
+            grow_phrases(tree, self._phrases, self._state.successors, ctx.ids)
         if self.breadth:
             grow_logits(
                 tree,

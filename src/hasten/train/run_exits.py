@@ -12,6 +12,7 @@ import json
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ from hasten.train.features import Features, Text, compute
 
 ROPE_THETA = 100_000.0
 """Base of the modules' own rotary embedding."""
+
+_MARK = "digest"
+"""Stands in a folder of states that are whole."""
 
 Log = Callable[[dict[str, Any]], None]
 
@@ -196,7 +200,7 @@ def states(
     digest = hashlib.sha256(
         json.dumps([target.info.fingerprint, list(layers), [asdict(t) for t in texts]]).encode()
     ).hexdigest()
-    mark = folder / "digest"
+    mark = folder / _MARK
     if mark.is_file() and mark.read_text() == digest:
         return Features(folder)
     total = sum(map(len, texts))
@@ -210,6 +214,25 @@ def states(
     )
     mark.write_text(digest)
     return made
+
+
+def kept_states(
+    target: FusedTarget, texts: Sequence[Text], layers: Sequence[int], folder: Path
+) -> Features | None:
+    """What `states` left in `folder`, when these texts are the first of those it was computed on;
+    else None."""
+    if not (folder / _MARK).is_file():
+        return None
+    kept = Features(folder)
+    made_for = (kept.meta["fingerprint"], kept.layers)
+    if made_for != (target.info.fingerprint, tuple(layers)) or len(kept) < len(texts):
+        return None
+    ids = [token for text in texts for token in (*text.prompt, *text.output)]
+    starts = [len(text.prompt) for text in texts]
+    offsets = [0, *accumulate(map(len, texts))]
+    same = kept.offsets[: len(offsets)].tolist() == offsets
+    same = same and kept.starts[: len(texts)].tolist() == starts
+    return kept if same and kept.tokens[: len(ids)].tolist() == ids else None
 
 
 def _config(target: FusedTarget, plan: Plan, options: Options) -> ExitConfig:

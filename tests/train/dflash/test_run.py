@@ -13,6 +13,7 @@ import torch
 
 from hasten.dflash import store
 from hasten.errors import CapabilityError, ModelError, OptionError
+from hasten.train import run_exits
 from hasten.train.dflash import feed
 from hasten.train.dflash import run as training
 from hasten.train.dflash.loop import CHECKPOINT, CURVE
@@ -74,6 +75,29 @@ def test_states_from_disk_and_from_fresh_passes_teach_the_same(data: Path, tmp_p
     found = weights(tmp_path / "fly")
     for name, value in weights(tmp_path / "file").items():
         torch.testing.assert_close(found[name], value, rtol=0.02, atol=2e-3)
+
+
+def test_states_of_all_texts_serve_a_smaller_share_of_them(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, half = tmp_path / "work", options(sft=SFT(4, lr=5e-3), share=0.5)
+    train(data, tmp_path / "all", options(sft=SFT(4, lr=5e-3)), work=work)
+    computed: list[tuple[str, int]] = []
+
+    def counted(target: Any, texts: Any, layers: Any, folder: Path, log: Any) -> Any:
+        computed.append((folder.name, len(texts)))
+        return run_exits.states(target, texts, layers, folder, log)
+
+    monkeypatch.setattr(feed, "compute_states", counted)
+    train(data, tmp_path / "half", half, work=work)
+    assert computed == []
+    train(data, tmp_path / "anew", half)
+    assert "sft" in dict(computed)
+    found = weights(tmp_path / "anew")
+    for name, value in weights(tmp_path / "half").items():
+        assert torch.equal(found[name], value)
+    train(data, tmp_path / "whole", options(sft=SFT(4, lr=5e-3)), work=tmp_path / "anew" / "states")
+    assert computed[-1][1] > dict(computed[:-1])["sft"]  # more than is there: computed
 
 
 def test_what_is_written_loads_for_this_target_and_no_other(data: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from hasten.errors import OptionError
 from hasten.targets.fused import FusedTarget
 from hasten.train.dflash.files import writing
 from hasten.train.features import Features, Text, run_batch
+from hasten.train.run_exits import kept_states
 from hasten.train.run_exits import states as compute_states
 
 POOL = 16
@@ -72,12 +73,15 @@ def open_states(
     folder: Path | None,
     log: Log,
 ) -> States:
-    """Kept in `folder`, computed there unless they are; without one, computed batch by batch.
+    """Kept in `folder`, computed there unless they are (for these texts and more, if these come
+    first: those of a smaller `share` do); without one, computed batch by batch.
 
     Raises OptionError where the folder can't be written to, or hasn't the room.
     """
     if folder is None:
         return FreshStates(target, texts)
+    if (kept := kept_states(target, texts, layers, folder)) is not None:
+        return StoredStates(kept, texts)
     with writing(folder, "work"):
         folder.mkdir(parents=True, exist_ok=True)
     _check_room(folder, 2 * target.info.hidden_size * len(layers) * sum(map(len, texts)))
