@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tests.drafters.test_racer import context
 
 from hasten import phrases
+from hasten.drafters import auto
 from hasten.drafters.auto import Auto
-from hasten.drafters.phrase_tree import grow_phrases
+from hasten.drafters.phrase_tree import grow_phrases, usual
 from hasten.drafters.racer import Racer
 from hasten.drafters.ranks import PHRASE, prior
 from hasten.drafters.successors import SuccessorTable
@@ -88,3 +91,23 @@ def test_drafters_grow_them_between_copies_and_stored_candidates(drafter: Racer 
     assert named[11] == "logits"
     assert draft.tree.tokens.index(3) < draft.tree.tokens.index(11)
     drafter.end()
+
+
+def test_the_usual_followers_are_those_of_the_longest_known_context() -> None:
+    assert usual(MADE, [9, 1, 2]) == [3, 7]
+    assert usual(MADE, [1, 2]) == [3, 7]
+    assert usual(MADE, [2, 3, 4]) == [5]
+    assert usual(MADE, [2]) == usual(MADE, [9, 9, 9]) == []
+
+
+def test_a_module_that_says_what_phrases_say_too_is_not_thought_to_help(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(auto, "grow", lambda *args, **kwargs: {0: [(3, 0.9), (11, 0.05)]})
+    for phrases_, helps in ((MADE, False), (None, True)):
+        drafter = Auto(phrases=phrases_)
+        monkeypatch.setattr(drafter, "_session", SimpleNamespace(runs=[None]))
+        before = drafter._worth._helps
+        drafter._ask(TreeBuilder(2, 16, 9), context([1, 2]), {})
+        drafter._worth.learn(3)
+        assert (drafter._worth._helps > before) == helps

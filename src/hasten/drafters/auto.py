@@ -19,7 +19,7 @@ from hasten.drafters.copies import COPIES, add_copies, check_copies
 from hasten.drafters.exit_session import ExitSession
 from hasten.drafters.exit_tree import Growth, grow
 from hasten.drafters.logits_tree import grow_logits
-from hasten.drafters.phrase_tree import grow_phrases
+from hasten.drafters.phrase_tree import grow_phrases, usual
 from hasten.drafters.ranks import MAX_LENGTH
 from hasten.drafters.successors import SuccessorTable
 from hasten.drafters.suffix import Suffix
@@ -158,6 +158,8 @@ class Auto(BaseDrafter):
         run = session.runs[0]
         root = tree.tokens[0]
         others = [tree.tokens[n] for n, parent in enumerate(tree.parents) if parent == 0]
+        if self._phrases is not None:
+            others += usual(self._phrases, ctx.ids)
         said = grow(tree, session, run, ctx, self._growth, eos_ids=self._eos_ids)
         named = [token for token, _ in said[0]]
         self._worth.note(named, [*others, *self._successors.get(root)[:FEW]])

@@ -30,7 +30,7 @@ def grow_phrases(
     Nodes that other sources have put there stay theirs, and are gone on from. Stored candidates
     have a say in a node's rank.
     """
-    contexts = {0: (_at(ids, 3), _at(ids, 2), ids[-1])}
+    contexts = {0: _end(ids)}
     heap: list[tuple[float, int, int, int, int]] = []
     _followers(heap, phrases, successors, 0, contexts[0], 1.0)
     while heap and limit > 0:
@@ -48,8 +48,16 @@ def grow_phrases(
             _followers(heap, phrases, successors, node, contexts[node], -minus)
 
 
-def _at(ids: Sequence[int], back: int) -> int:
-    return ids[-back] if len(ids) >= back else -1
+def usual(phrases: Phrases, ids: Sequence[int]) -> list[int]:
+    """The tokens that phrases name next after `ids`, the likeliest first."""
+    _, tokens, shares = phrases.after(*_end(ids))
+    return [token for token, share in zip(tokens, shares, strict=True) if share]
+
+
+def _end(ids: Sequence[int]) -> tuple[int, int, int]:
+    """The last three ids; -1 where there are none."""
+    first, second, last = (-1, -1, *ids[-3:])[-3:]
+    return first, second, last
 
 
 def _followers(
