@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 from typing import Any, Protocol, get_type_hints
 
 from hasten.errors import CapabilityError, OptionError
-from hasten.policies.cost import CostTable
+from hasten.policies.cost_model import CostTable
 from hasten.targets.base import Capabilities, Target
 
 logger = logging.getLogger(__name__)

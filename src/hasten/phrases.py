@@ -50,13 +50,12 @@ class Phrases:
     def after(self, first: int, second: int, last: int) -> tuple[int, list[int], list[int]]:
         """What follows these tokens (-1: there is none): the length of the longest context known,
         2 or 3, its followers and their shares in 255ths; ``(0, [], [])`` where there is none."""
-        index, length = self._index.get(_key(first + 1, second + 1, last + 1)), 3
-        if index is None or first < 0:
-            index, length = self._index.get(_key(0, second + 1, last + 1)), 2
-            if index is None:
+        at, length = self._index.get(_key(first + 1, second + 1, last + 1)), 3
+        if at is None or first < 0:
+            at, length = self._index.get(_key(0, second + 1, last + 1)), 2
+            if at is None:
                 return _NOTHING
-        shares = self.shares[index].tolist()
-        return length, self.ids[index].tolist(), shares
+        return length, self.ids[at].tolist(), self.shares[at].tolist()
 
 
 def _key(first: int, second: int, last: int) -> int:
@@ -132,7 +131,7 @@ def _checked(arrays: dict[str, Array], vocab: int) -> Phrases | None:
     if contexts is None or ids is None or shares is None or shares.dtype != np.uint8:
         return None
     whole = contexts.ndim == 2 and contexts.shape[1] == 3 and ids.shape == shares.shape
-    whole = whole and ids.ndim == 2 and len(ids) == len(contexts)
+    whole = whole and ids.shape == (len(contexts), BREADTH)
     for numbers, most in ((contexts, vocab), (ids, vocab - 1)):
         whole = whole and numbers.dtype.kind in "iu"
         whole = whole and (numbers.size == 0 or 0 <= numbers.min() <= numbers.max() <= most)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hasten.policies import cost
+from hasten.policies.cost_model import CostTable
 from tests.cli.conftest import Hasten
 from tests.cli.tiny import CONTEXT
 
@@ -41,11 +42,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Any:
         def __init__(self) -> None:
             self.calls = []
 
-        def __call__(self, target: Any, *, progress: Any, **given: Any) -> cost.CostTable:
+        def __call__(self, target: Any, *, progress: Any, **given: Any) -> CostTable:
             self.calls.append(given)
             progress(1, 1)
             rows, contexts = given.get("rows", cost.ROWS), given.get("contexts", cost.CONTEXTS)
-            return cost.CostTable(
+            return CostTable(
                 key=cost.table_key(target),
                 rows=tuple(rows),
                 contexts=tuple(contexts),

@@ -10,11 +10,12 @@ import hasten
 from hasten.choices import Choice
 from hasten.cli.trace import tokens_told
 from hasten.policies import cost
+from hasten.policies.cost_model import CostTable
 from tests.cli.conftest import Hasten
 from tests.policies import lede_cases
 
 PROMPT = "abcabc abcabc abc"
-TABLE = cost.CostTable("tiny", (1, 4, 16), (64,), ((10.0, 11.0, 14.0),))
+TABLE = CostTable("tiny", (1, 4, 16), (64,), ((10.0, 11.0, 14.0),))
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from hasten.drafters.base import Drafter
 from hasten.exits import store
 from hasten.metrics import Summary
 from hasten.policies.base import FixedPolicy, Policy
-from hasten.policies.cost import CostTable
+from hasten.policies.cost_model import CostTable
 from hasten.stopping import Stopper
 from hasten.targets.base import TargetInfo
 from hasten.text import TextStream

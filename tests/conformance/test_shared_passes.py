@@ -11,7 +11,7 @@ from hasten.decode import Batch
 from hasten.drafters.base import BaseDrafter, DraftContext
 from hasten.policies.base import FixedPolicy, PlanContext, Policy
 from hasten.policies.budget import AcceptanceBook, BudgetPolicy
-from hasten.policies.cost import CostModel
+from hasten.policies.cost_model import CostModel
 from hasten.types import (
     Budget,
     Draft,

@@ -9,7 +9,7 @@ import pytest
 
 from hasten.dflash.lengths import LONGEST_PAUSE, BlockLength, CostedLength
 from hasten.policies.base import PlanContext
-from hasten.policies.cost import CostModel, CostTable
+from hasten.policies.cost_model import CostModel, CostTable
 from hasten.policies.length import LengthPolicy, SurvivalBook
 from hasten.types import Budget, DraftTree, Round, Times
 from tests.dflash.dflash_models import BLOCK

@@ -24,7 +24,7 @@ from hasten.dflash.bank import DFlashBank, assemble
 from hasten.dflash.lengths import BlockLength, CostedLength
 from hasten.drafters.base import DraftContext
 from hasten.drafters.dflash import DFlash
-from hasten.policies.cost import CostModel, CostTable
+from hasten.policies.cost_model import CostModel, CostTable
 from hasten.policies.length import LengthPolicy, SurvivalBook
 from hasten.targets.fused_weights import make_linear
 from hasten.types import Budget, Draft, DraftTree, SamplingParams

@@ -31,7 +31,7 @@ from hasten.drafters.lede_chain import LedeChain
 from hasten.exits.bank import ExitBank
 from hasten.policies.base import FixedPolicy
 from hasten.policies.budget import AcceptanceBook
-from hasten.policies.cost import CostTable
+from hasten.policies.cost_model import CostTable
 from hasten.policies.lede import ArmBudget, LedePolicy
 from hasten.policies.lede_arms import ARMS, PLAIN, Arm, Floats
 from hasten.policies.lede_chooser import Chooser

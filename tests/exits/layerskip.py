@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hasten.exits import store
-from hasten.policies.cost import CostTable
+from hasten.policies.cost_model import CostTable
 from hasten.policies.exit_calibration import Calibration
 from tests.exits import exit_models as tiny
 from tests.tiny_llm import make_tokenizer

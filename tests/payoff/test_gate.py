@@ -9,7 +9,7 @@ import pytest
 
 from hasten.payoff.gate import CACHE, MODEL, PATIENCE, PLAIN, Choice, Gate, Record, Rule
 from hasten.policies.base import PlanContext
-from hasten.policies.cost import CostModel, CostTable
+from hasten.policies.cost_model import CostModel, CostTable
 from hasten.types import Budget, DraftTree, Round, Times
 from tests.payoff.cases import Says, query
 

@@ -9,7 +9,7 @@ import torch
 from tests.plugins.fake_texts import VOCAB, NextToken
 
 from hasten.plugins.session import EngineFacts, Session, Source, even_costs, prepare
-from hasten.policies.cost import CostModel
+from hasten.policies.cost_model import CostModel
 from hasten.types import Draft
 
 FREE = 0.001

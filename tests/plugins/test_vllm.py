@@ -28,7 +28,7 @@ from hasten.errors import CapabilityError
 from hasten.plugins import _vllm_requests, _vllm_step, session
 from hasten.plugins.session import EngineFacts, even_costs, prepare
 from hasten.plugins.vllm import Proposer
-from hasten.policies.cost import CostModel
+from hasten.policies.cost_model import CostModel
 
 PROMPTS = {f"r{i}": [i, 5, 9, 12, 7, 31, 22, 40, 18, i + 1, 5, 9, 12] for i in range(12)}
 COUNT = 60

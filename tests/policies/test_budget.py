@@ -17,7 +17,7 @@ from tests.conformance.toy_target import ToyTarget
 from hasten.drafters.ranks import LOGITS, LOOKUP, RETRIEVAL, logits_rank, prior, retrieval_rank
 from hasten.policies.base import PlanContext
 from hasten.policies.budget import LONGEST_PAUSE, AcceptanceBook, BudgetPolicy
-from hasten.policies.cost import CostTable
+from hasten.policies.cost_model import CostTable
 from hasten.types import Budget, Draft, DraftTree, ExtraRows, Round, SamplingParams, Times
 
 ROWS = (1, 2, 4, 8, 16, 32)

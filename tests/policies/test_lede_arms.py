@@ -15,7 +15,7 @@ from hasten.errors import ModelError
 from hasten.policies import lede_arms
 from hasten.policies.base import PlanContext
 from hasten.policies.budget import AcceptanceBook
-from hasten.policies.cost import CostTable
+from hasten.policies.cost_model import CostTable
 from hasten.policies.lede import ArmBudget
 from hasten.policies.lede_arms import (
     ARMS,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from hasten.policies.budget import AcceptanceBook, BudgetPolicy
-from hasten.policies.cost import CostModel, CostTable
+from hasten.policies.cost_model import CostModel, CostTable
 from hasten.policies.sharing import WORTH, Shared, observe_pass, share_pass
 from hasten.types import Draft, DraftTree, ExtraRows
 

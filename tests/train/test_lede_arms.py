@@ -12,7 +12,8 @@ import pytest
 from hasten.builtin.lede import LedeOptions
 from hasten.errors import OptionError
 from hasten.methods import MethodContext
-from hasten.policies import cost, lede_arms
+from hasten.policies import lede_arms
+from hasten.policies.cost_model import CostTable
 from hasten.policies.lede_arms import ARMS, FEATURES, ArmCosts
 from hasten.train import lede_arms as made
 from hasten.train import lede_arms_fit as fitted
@@ -24,7 +25,7 @@ from tests.exits.exit_models import LAYERS
 from tests.exits.exit_requests import EVEN, plain, prompt_of, tokens_of
 from tests.policies import lede_cases
 
-COSTS = cost.CostTable("tiny", (1, 8, 64), (64,), ((10.0, 10.5, 20.0),))
+COSTS = CostTable("tiny", (1, 8, 64), (64,), ((10.0, 10.5, 20.0),))
 NAMES = tuple(arm.name for arm in ARMS if not arm.walk)
 
 

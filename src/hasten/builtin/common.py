@@ -16,6 +16,7 @@ from hasten.methods import MethodContext, Shared
 from hasten.policies import cost
 from hasten.policies.base import FixedPolicy, Policy
 from hasten.policies.budget import BudgetPolicy
+from hasten.policies.cost_model import CostModel, affordable_rows
 from hasten.targets.base import Target
 
 SCOPES = ("request", "session", "global")
@@ -107,8 +108,8 @@ class Policies:
         self.most = self._fixed = nodes
         if not nodes:
             table = context.costs or cost.load_or_measure(context.target)
-            self._costs = cost.CostModel(table)
-            self.most = most or min(stretch * cost.affordable_rows(table), cost.ROWS[-1])
+            self._costs = CostModel(table)
+            self.most = most or min(stretch * affordable_rows(table), cost.ROWS[-1])
 
     def __call__(self, shared: Mapping[str, Any]) -> Policy:
         """The policy of one request; `shared` holds the method's acceptance counts."""

@@ -16,7 +16,7 @@ from hasten.errors import OptionError
 from hasten.methods import Method, MethodContext, RequestMaker
 from hasten.policies import cost
 from hasten.policies.base import Policy
-from hasten.policies.cost import CostModel
+from hasten.policies.cost_model import CostModel
 from hasten.policies.length import POLICIES, LengthPolicy, SurvivalBook
 from hasten.targets.base import Target
 from hasten.targets.fused_native import draft_linear

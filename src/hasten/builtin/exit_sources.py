@@ -19,7 +19,7 @@ from hasten.errors import OptionError
 from hasten.exits import store
 from hasten.exits.bank import ExitBank, own_head_bank, require_exits
 from hasten.passes import synchronize
-from hasten.policies.cost import CostTable
+from hasten.policies.cost_model import CostTable
 from hasten.policies.exits import ExitCosts
 from hasten.targets.base import Target
 from hasten.targets.fused_native import draft_linear

@@ -20,7 +20,7 @@ from hasten.payoff.policy import HybridPolicy
 from hasten.payoff.predictor import CacheOptions, Predictor, find
 from hasten.policies import cost
 from hasten.policies.base import FixedPolicy, Policy
-from hasten.policies.cost import CostModel
+from hasten.policies.cost_model import CostModel
 from hasten.targets.base import Target
 
 ARMS = ("early-exit", "del", "dflash", "eagle3", "draft-model")

@@ -28,6 +28,7 @@ from hasten.methods import Method, MethodContext, RequestMaker
 from hasten.policies import cost, lede_agent, lede_arms
 from hasten.policies.base import FixedPolicy, Policy
 from hasten.policies.budget import AcceptanceBook
+from hasten.policies.cost_model import CostModel, affordable_rows
 from hasten.policies.lede import ArmBudget, LedePolicy
 from hasten.policies.lede_agent import LedeAgent
 from hasten.policies.lede_arms import TREES, WALK, ArmCosts, ArmFile
@@ -214,7 +215,7 @@ def arm_costs(context: MethodContext, bank: ExitBank) -> ArmCosts:
 def most_rows(options: LedeOptions, context: MethodContext) -> int:
     """Rows that are considered at most, the root included."""
     table = context.costs or cost.load_or_measure(context.target)
-    return options.most or min(2 * cost.affordable_rows(table), cost.ROWS[-1])
+    return options.most or min(2 * affordable_rows(table), cost.ROWS[-1])
 
 
 def _arms(options: LedeOptions, context: MethodContext) -> RequestMaker:
@@ -235,7 +236,7 @@ def _arms(options: LedeOptions, context: MethodContext) -> RequestMaker:
         )
     walk = find_agent(options, context) if options.walk else None
     costs, most = arm_costs(context, bank), most_rows(options, context)
-    passes = cost.CostModel(context.costs or cost.load_or_measure(target))
+    passes = CostModel(context.costs or cost.load_or_measure(target))
     start = start_for(options.start and options.retrieval, context)
     eos = target.info.eos_ids
 

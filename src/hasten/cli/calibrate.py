@@ -14,7 +14,7 @@ from hasten.cli.screen import counting, err, load_model, out, print_json, table
 from hasten.errors import OptionError
 
 if TYPE_CHECKING:
-    from hasten.policies.cost import CostTable
+    from hasten.policies.cost_model import CostTable
     from hasten.targets.base import Target
 
 RowCounts = Annotated[

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hasten.policies.base import PlanContext
-from hasten.policies.cost import CostModel
+from hasten.policies.cost_model import CostModel
 from hasten.policies.length import LengthPolicy, SurvivalBook
 from hasten.types import Budget, Draft, Round
 

@@ -14,7 +14,7 @@ from typing import Protocol
 from hasten.drafters.suffix import SuffixQuery
 from hasten.payoff.features import Classes, Floats, History, features, static_features
 from hasten.policies.base import PlanContext
-from hasten.policies.cost import CostModel
+from hasten.policies.cost_model import CostModel
 from hasten.types import Budget, Round
 
 RULES = ("payoff", "cost", "frequency", "cache", "model")

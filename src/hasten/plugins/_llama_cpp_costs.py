@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from hasten.plugins.session import even_costs
-from hasten.policies.cost import CostModel
+from hasten.policies.cost_model import CostModel
 
 
 class PassCosts(CostModel):

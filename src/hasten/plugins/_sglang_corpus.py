@@ -12,7 +12,7 @@ import numpy as np
 
 from hasten.errors import CapabilityError, DrafterError
 from hasten.plugins.session import EngineFacts, Session, even_costs, prepare
-from hasten.policies.cost import CostModel
+from hasten.policies.cost_model import CostModel
 from hasten.types import DraftTree
 
 logger = logging.getLogger(__name__)

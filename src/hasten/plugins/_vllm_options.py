@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from hasten import methods
 from hasten.errors import OptionError
 from hasten.plugins.session import WINDOW, even_costs
-from hasten.policies.cost import CostModel
+from hasten.policies.cost_model import CostModel
 
 VARIABLE = "HASTEN_VLLM"
 

@@ -25,7 +25,7 @@ from hasten.errors import CapabilityError, DrafterError
 from hasten.methods import MethodContext, MethodSpec, RequestMaker
 from hasten.policies.base import FixedPolicy, PlanContext, Policy
 from hasten.policies.budget import AcceptanceBook, BudgetPolicy
-from hasten.policies.cost import CostModel, CostTable
+from hasten.policies.cost_model import CostModel, CostTable
 from hasten.targets.base import Capabilities, TargetInfo
 from hasten.types import Budget, Draft, DraftTree, Round, RowSignals, Signals, Times
 

@@ -24,7 +24,7 @@ from functools import lru_cache
 from hasten.drafters.ranks import prior
 from hasten.drafts import prune
 from hasten.policies.base import PlanContext
-from hasten.policies.cost import CostModel, CostTable
+from hasten.policies.cost_model import CostModel, CostTable
 from hasten.types import Budget, Draft, DraftTree, Round
 
 Key = tuple[str, int, int]

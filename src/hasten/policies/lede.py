@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol
 
 from hasten.policies.base import PlanContext
 from hasten.policies.budget import AcceptanceBook, BudgetPolicy
-from hasten.policies.cost import CostModel, CostTable
+from hasten.policies.cost_model import CostModel, CostTable
 from hasten.policies.exit_adaptive import check_costs, round_cost
 from hasten.policies.exit_rules import need_count
 from hasten.policies.exits import SELECT, ExitCosts, Outcome, Probe

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from hasten.policies.cost import CostModel
+from hasten.policies.cost_model import CostModel
 from hasten.types import Draft
 
 Item = tuple[float, int, int, int, float]

@@ -31,7 +31,7 @@ from hasten.exits import store
 from hasten.methods import MethodContext
 from hasten.policies import cost
 from hasten.policies.budget import AcceptanceBook
-from hasten.policies.cost import CostModel, CostTable
+from hasten.policies.cost_model import CostModel, CostTable
 from hasten.policies.lede import ArmBudget
 from hasten.policies.lede_agent import modules_digest
 from hasten.policies.lede_arms import ARMS, FEATURES, Arm, ArmCosts, ArmFile, Floats
