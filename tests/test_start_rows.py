@@ -76,11 +76,9 @@ def test_kept_rows_come_back_for_these_weights_only() -> None:
     assert start_rows.load(replace(info, dtype=torch.bfloat16)) is not None
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04junk", b"\x93NUMPY", None])
-def test_a_file_that_makes_no_sense_is_left_out(content: bytes | None) -> None:
+def test_rows_without_candidates_are_left_out() -> None:
     info = ToyTarget().info
-    path = start_rows.save(info, start_rows.build(ToyTarget(), 3))
-    path.write_bytes(path.read_bytes()[:200] if content is None else content)
+    start_rows.save(info, np.zeros((24, 0), dtype=np.int32))
     assert start_rows.load(info) is None
 
 

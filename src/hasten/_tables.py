@@ -6,11 +6,10 @@ kind, or shipped with an embedded model. Broken files, and those of other weight
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import time
-import zipfile
-import zlib
 from collections.abc import Iterator, Mapping
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hasten._cache import cache_dir
-from hasten.errors import HastenError
+from hasten.errors import HastenError, ModelError
 from hasten.targets.base import TargetInfo
 
 Array = np.ndarray[Any, Any]
@@ -44,10 +43,18 @@ def find(info: TargetInfo, kind: str) -> Iterator[dict[str, Array]]:
 
 
 def keep(info: TargetInfo, kind: str, arrays: Mapping[str, Array]) -> Path:
-    """Write a table to the cache; the file. Raises ModelError when it can't be written there."""
+    """Write a table to the cache; the file. Raises ModelError when it can't be written there, or
+    the weights have no fingerprint to find it by."""
+    if not info.fingerprint:
+        raise ModelError(f"the weights of {info.name} aren't known: tables can't be kept for them")
     path = _path(info, kind)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write(path, info.fingerprint, arrays)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, info.fingerprint, arrays)
+    except OSError as error:
+        raise ModelError(
+            f"can't write to {path.parent} ({error}). Make room there, or set HASTEN_CACHE"
+        ) from error
     return path
 
 
@@ -59,7 +66,8 @@ def write(path: Path, fingerprint: str, arrays: Mapping[str, Array]) -> None:
             np.savez_compressed(file, fingerprint=np.array(fingerprint), **arrays)  # type: ignore[arg-type]
         scratch.replace(path)
     finally:
-        scratch.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            scratch.unlink(missing_ok=True)
 
 
 def small(ids: Array) -> Array:
@@ -77,6 +85,7 @@ def _read(path: Path, fingerprint: str) -> dict[str, Array] | None:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             if str(stored["fingerprint"]) != fingerprint:
                 return None
-            return {name: stored[name] for name in stored.files if name != "fingerprint"}
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+            arrays = {name: stored[name] for name in stored.files if name != "fingerprint"}
+    except Exception:  # a damaged file can raise anything that zip's and numpy's parsers do
         return None
+    return arrays if all(isinstance(each, np.ndarray) for each in arrays.values()) else None

@@ -64,7 +64,7 @@ def _key(first: int, second: int, last: int) -> int:
 
 def build(texts: Iterable[tuple[Sequence[int], Sequence[int]]]) -> Phrases:
     """Count over ``(prompt, answer)`` pairs of ids; contexts may reach into the prompt, followers
-    are of answers. Takes about 100 bytes of memory a token."""
+    are of answers. Takes about 200 bytes of memory a token."""
     grams = [_windows(prompt, answer) for prompt, answer in texts]
     four = np.concatenate(grams) if grams else np.zeros((0, 4), dtype=np.int64)
     four = four[four[:, 1] > 0]  # a context has two tokens at least
@@ -85,6 +85,7 @@ def _count(grams: Array) -> tuple[Array, Array, Array]:
     """Contexts of `grams`, their followers and shares, as `Phrases` takes them."""
     unlike, counts = np.unique(grams, axis=0, return_counts=True)
     contexts, of, sizes = np.unique(unlike[:, :3], axis=0, return_inverse=True, return_counts=True)
+    of = of.reshape(-1)  # numpy 2.0.0 gave it another shape
     totals = np.bincount(of, weights=counts, minlength=len(contexts))
     order = np.lexsort((unlike[:, 3], -counts, of))
     place = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)

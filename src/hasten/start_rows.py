@@ -90,5 +90,5 @@ def write(path: Path, fingerprint: str, rows: np.ndarray[Any, Any]) -> None:
 
 def _fits(rows: np.ndarray[Any, Any], vocab: int) -> bool:
     """Whether these are rows of ids for each id of a vocabulary."""
-    whole = rows.ndim == 2 and len(rows) == vocab and rows.dtype.kind in "iu"
+    whole = rows.ndim == 2 and len(rows) == vocab and rows.size > 0 and rows.dtype.kind in "iu"
     return whole and bool(rows.min() >= 0 and rows.max() < vocab)

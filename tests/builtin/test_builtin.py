@@ -11,6 +11,7 @@ from tests.conformance.toy_target import ToyTarget, ToyTokenizer
 
 from hasten import methods
 from hasten.builtin import common
+from hasten.drafters.base import DraftContext
 from hasten.drafters.racer import Racer
 from hasten.drafters.recycling import TokenRecycling
 from hasten.errors import CapabilityError, OptionError
@@ -18,7 +19,7 @@ from hasten.methods import MethodContext, RequestMaker
 from hasten.policies import cost
 from hasten.policies.base import FixedPolicy
 from hasten.policies.budget import BudgetPolicy
-from hasten.types import SamplingParams
+from hasten.types import Budget, Draft, SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=40)
 
@@ -151,6 +152,9 @@ def test_shared_memory_is_flat_over_two_hundred_requests(
         ("racer,ngram=-1", "racer.ngram"),
         ("racer,breadth=0,ngram=0", "racer.ngram"),
         ("racer,min_match=0", "racer.min_match"),
+        ("racer,ngram=4,min_match=4", "racer.min_match"),
+        ("racer,breadth=0,min_match=10", "racer.min_match"),
+        ("racer,ngram=1", "racer.ngram"),
         ("racer,retrieved=0", "racer.retrieved"),
         ("racer,retrieved=1.5", "racer.retrieved"),
         ("racer,capacity=40", "racer.capacity"),
@@ -185,6 +189,34 @@ def test_costs_are_given_or_measured_and_only_where_a_policy_needs_them(
     assert asked == [target]
     prepare(method)
     assert asked == [target]
+
+
+def test_a_shortest_match_is_of_no_matter_without_retrieval() -> None:
+    drafter, _ = prepare("racer:paper,ngram=0")()
+    assert isinstance(drafter, Racer)
+    assert drafter.ngram == 0
+
+
+@pytest.mark.parametrize("method", ["racer,nodes=12", "recycling,nodes=12", "auto", "racer:paper"])
+def test_nothing_is_drafted_below_an_end(method: str) -> None:
+    target = ToyTarget(eos_ids=(3, 5))
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    prompt = [*prompt_of(3), 3, *prompt_of(4), 5, *prompt_of(3)]
+    seen: list[Draft] = []
+    drafter, policy = prepare(method, target)()
+    whole = drafter.propose
+
+    def watched(ctx: DraftContext, budget: Budget) -> Draft:
+        seen.append(whole(ctx, budget))
+        return seen[-1]
+
+    drafter.propose = watched  # type: ignore[method-assign]
+    run(target, prompt, params, drafter, policy=policy)
+    nodes = [(d.tree, node) for d in seen for node in range(1, len(d.tree))]
+    assert any(tree.tokens[node] in (3, 5) for tree, node in nodes), "ends are drafted themselves"
+    for tree, node in nodes:
+        parent = tree.parents[node]
+        assert parent == 0 or tree.tokens[parent] not in (3, 5)
 
 
 def test_options_reach_the_drafter() -> None:

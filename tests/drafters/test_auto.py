@@ -16,10 +16,16 @@ TEXT = [5, 6, 7, 8, 9, 5, 6, 7]
 def begun(text: list[int], rows: dict[int, list[int]] | None = None) -> Auto:
     """A drafter that has read `text`; `rows` are the stored candidates by token."""
     drafter = Auto(breadth=2)
-    listed = [(rows or {}).get(token, [0, 1]) for token in text[:-1]]
-    drafter.begin(tuple(text[:-1]), RowSignals(topk_ids=torch.tensor(listed)))
+    drafter.begin(tuple(text[:-1]), RowSignals())
+    store(drafter, text[:-1], rows or {})
     drafter.observe(Round(0, (text[-1],)))
     return drafter
+
+
+def store(drafter: Auto, tokens: list[int], rows: dict[int, list[int]]) -> None:
+    """Stored candidates of tokens, as if each had been evaluated in a round."""
+    listed = torch.tensor([rows.get(token, [0, 1]) for token in tokens])
+    drafter._successors.update(tokens, listed)
 
 
 def draft(drafter: Auto, text: list[int], nodes: int = 9, depth: int = 9) -> Draft:
@@ -73,19 +79,13 @@ def test_budget_and_depth_are_kept() -> None:
 def test_nothing_is_drafted_after_the_end_of_an_answer() -> None:
     text = [5, 6, 7, 2, 9, 4, 5, 6, 7]
     drafter = Auto(breadth=2, eos_ids=frozenset({2}))
-    drafter.begin(tuple(text[:-1]), RowSignals(topk_ids=torch.tensor([[0, 1]] * 8)))
+    drafter.begin(tuple(text[:-1]), RowSignals())
+    store(drafter, text[:-1], {})
     drafter.observe(Round(0, (7,)))
     tree = draft(drafter, text).tree
     assert 2 in tree.tokens
     assert all(tree.tokens[p] != 2 for p in tree.parents[1:])
     assert 9 not in tree.tokens
-
-
-def test_a_prompt_whose_first_rows_were_not_run_again_is_read_from_its_end() -> None:
-    drafter = Auto(breadth=2)
-    drafter.begin((5, 6, 7), RowSignals(topk_ids=torch.tensor([[8, 9]])))
-    assert drafter._successors.get(7) == [8, 9]
-    assert drafter._successors.get(6) == ()
 
 
 def test_nothing_is_left_of_a_request() -> None:

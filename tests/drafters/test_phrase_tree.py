@@ -66,7 +66,9 @@ def test_the_trees_bounds_hold_and_shallow_paths_go_on_beside_deep_ones() -> Non
 
 
 def test_nothing_grows_after_an_end_of_sequence_id() -> None:
-    assert paths(grown([1, 2], eos_ids={3})) == {(3,), (7,), (7, 8)}
+    tree = TreeBuilder(2, 16, 9, {3})
+    grow_phrases(tree, MADE, SuccessorTable(), [1, 2])
+    assert paths(tree) == {(3,), (7,), (7, 8)}
 
 
 def test_ranks_tell_share_context_length_and_agreement() -> None:
@@ -84,7 +86,9 @@ def test_ranks_tell_share_context_length_and_agreement() -> None:
 
 @pytest.mark.parametrize("drafter", [Racer(phrases=MADE), Auto(phrases=MADE)])
 def test_drafters_grow_them_between_copies_and_stored_candidates(drafter: Racer | Auto) -> None:
-    drafter.begin((1, 2), RowSignals(topk_ids=torch.tensor([[2, 5], [11, 12]])))
+    drafter.begin((1, 2), RowSignals())
+    table = drafter._successors if isinstance(drafter, Auto) else drafter._state.successors
+    table.update([1, 2], torch.tensor([[2, 5], [11, 12]]))
     draft = drafter.propose(context([1, 2]), Budget(16, 9))
     named = dict(zip(draft.tree.tokens, draft.sources, strict=True))
     assert named[3] == PHRASE

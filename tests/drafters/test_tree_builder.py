@@ -9,6 +9,16 @@ from hasten.drafts import check_draft
 from hasten.types import Budget, DraftTree
 
 
+def test_nothing_stands_below_an_end_but_the_root_may_be_one() -> None:
+    tree = TreeBuilder(2, 10, 10, {2, 5})
+    assert tree.add(0, 5, "a") == 1
+    assert tree.add(1, 6, "a") is None
+    assert tree.add(0, 6, "a") == 2
+    assert tree.add(2, 5, "a") == 3
+    assert tree.add(3, 7, "a") is None
+    assert not tree.full
+
+
 def test_a_node_proposed_twice_is_one_with_its_first_source() -> None:
     tree = TreeBuilder(9, 10, 10)
     first = tree.add(0, 5, "retrieval", 3)

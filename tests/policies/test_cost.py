@@ -272,8 +272,18 @@ def test_a_machine_that_stays_busy_is_warned_of_and_its_table_serves_for_minutes
     assert other.passes == 0
     cost.save(target, replace(made, measured_at=made.measured_at - cost.BUSY_FOR_S - 1))
     assert cost.load(target) is None
-    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert [r.levelname for r in caplog.records] == ["WARNING"] * 2, "measured, and used again"
     assert "hasten calibrate" in caplog.text
+
+
+def test_a_busy_table_that_was_kept_is_warned_of_when_it_serves_again(
+    target: ToyTarget, caplog: pytest.LogCaptureFixture
+) -> None:
+    cost.save(target, _table(target, busy=True))
+    with caplog.at_level(logging.WARNING):
+        assert cost.load_or_measure(target).busy
+        assert cost.load_or_measure(target).busy
+    assert sum("kept the machine busy" in each.message for each in caplog.records) == 1
 
 
 def test_a_target_is_measured_once_even_where_nothing_can_be_kept(

@@ -53,6 +53,8 @@ def test_a_curve_never_falls() -> None:
         {"ms": ((10, 11, 12, 16), (20, 22, 24, math.nan))},
         {"ms": ((10, 11, 12, 16), (20, 22, 24, 0))},
         {"topk_ms": (1, 2)},
+        {"topk_ms": (1, 2, 4, math.nan)},
+        {"topk_ms": (1, 2, 4, -1)},
     ],
 )
 def test_a_table_that_makes_no_sense_is_refused(change: dict[str, Any]) -> None:

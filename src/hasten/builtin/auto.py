@@ -81,7 +81,7 @@ def _auto(options: AutoOptions, context: MethodContext) -> RequestMaker:
 METHODS = (
     Method(
         name="auto",
-        summary="copies, a module's candidates, stored logits; verifies what pays here, or nothing",
+        summary="copies, a module, phrases and stored logits; verifies what pays here, or nothing",
         prepare=_auto,
         options=AutoOptions,
         requires=(),

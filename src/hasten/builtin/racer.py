@@ -73,6 +73,10 @@ def _racer(options: RacerOptions, context: MethodContext) -> RequestMaker:
     need("racer.ngram", options.ngram >= 0, "at least 0", options.ngram)
     need("racer.ngram", options.breadth + options.ngram > 0, "at least 1 when breadth is 0", 0)
     need("racer.min_match", options.min_match >= 1, "at least 1", options.min_match)
+    need("racer.ngram", options.ngram != 1, "at least 2 (or 0 for no retrieval)", options.ngram)
+    if options.ngram:
+        fits = options.min_match < options.ngram
+        need("racer.min_match", fits, f"below ngram ({options.ngram})", options.min_match)
     need("racer.retrieved", 0 < options.retrieved <= 1, "in (0, 1]", options.retrieved)
     least = 4 * options.ngram + 4
     need("racer.capacity", options.capacity >= least, f"at least {least}", options.capacity)
@@ -94,6 +98,8 @@ def _racer(options: RacerOptions, context: MethodContext) -> RequestMaker:
     shared = shared_state("racer", options.scope, shape, context, state)
     policy = Policies("racer", options.nodes, options.most, context)
 
+    eos = context.target.info.eos_ids
+
     def make(shared: Mapping[str, Any]) -> tuple[Drafter, Policy]:
         drafter = Racer(
             breadth=options.breadth,
@@ -108,6 +114,7 @@ def _racer(options: RacerOptions, context: MethodContext) -> RequestMaker:
             start=start,
             phrases=phrases,
             state=learned(shared),
+            eos_ids=eos,
         )
         return drafter, policy(shared)
 
@@ -124,19 +131,21 @@ def _recycling(options: RecyclingOptions, context: MethodContext) -> RequestMake
         lambda: SuccessorTable(common.SHARED_ROWS, start),
     )
     policy = Policies("recycling", options.nodes, options.most, context)
-    return RequestMaker(
-        lambda shared: (
-            TokenRecycling(warm_up=options.warm_up, start=start, table=learned(shared)),
-            policy(shared),
-        ),
-        {"counts": AcceptanceBook(), **shared},
-    )
+    eos = context.target.info.eos_ids
+
+    def make(shared: Mapping[str, Any]) -> tuple[Drafter, Policy]:
+        drafter = TokenRecycling(
+            warm_up=options.warm_up, start=start, table=learned(shared), eos_ids=eos
+        )
+        return drafter, policy(shared)
+
+    return RequestMaker(make, {"counts": AcceptanceBook(), **shared})
 
 
 METHODS = (
     Method(
         name="racer",
-        summary="retrieved n-grams and copied logits in one draft tree",
+        summary="retrieved n-grams, usual phrases and copied logits in one draft tree",
         prepare=_racer,
         options=RacerOptions,
         needs="top-k logits",

@@ -115,18 +115,16 @@ class Auto(BaseDrafter):
         self._successors = SuccessorTable(start=start)
 
     def begin(self, prompt: Sequence[int], signals: RowSignals) -> None:
-        """Count the prompt and store its candidates."""
+        """Count the prompt."""
         self._suffix.begin(prompt, signals)
         self._successors = SuccessorTable(start=self._start)
         if self._session is not None:
             self._session.begin(prompt, signals)
             self._worth = Worth(self._least)
-        if signals.topk_ids is not None:
-            self._successors.update(prompt[-len(signals.topk_ids) :], signals.topk_ids)
 
     def propose(self, ctx: DraftContext, budget: Budget) -> Draft:
         """Copies first, then the module's candidates, phrases, and the logits tree."""
-        tree = TreeBuilder(ctx.ids[-1], budget.nodes, budget.depth)
+        tree = TreeBuilder(ctx.ids[-1], budget.nodes, budget.depth, self._eos_ids)
         guess = self._suffix.guess(round(COPIES * (budget.nodes - 1)), budget.depth)
         copied = add_copies(tree, guess, self._successors)
         rivals: dict[int, int] = {}
@@ -137,8 +135,8 @@ class Auto(BaseDrafter):
         ):
             rivals = self._ask(tree, ctx, copied)
         if self._phrases is not None:
-            grow_phrases(tree, self._phrases, self._successors, ctx.ids, eos_ids=self._eos_ids)
-        grow_logits(tree, self._successors, self.breadth, rivals=rivals, eos_ids=self._eos_ids)
+            grow_phrases(tree, self._phrases, self._successors, ctx.ids)
+        grow_logits(tree, self._successors, self.breadth, rivals=rivals)
         return tree.draft()
 
     def _copies_are_sure(self, guess: Guess) -> bool:

@@ -143,11 +143,11 @@ class Lede(BaseDrafter):
         if arm.walk:
             assert self._walk is not None
             return self._walk.propose(ctx, budget)
-        tree = TreeBuilder(ctx.ids[-1], budget.nodes, budget.depth)
+        tree = TreeBuilder(ctx.ids[-1], budget.nodes, budget.depth, self._eos_ids)
         copied = add_copies(tree, guess, self._successors) if arm.copies else {}
         rivals = {} if arm.growth is None else self._ask(tree, arm, ctx, copied)
         if arm.copies:
-            grow_logits(tree, self._successors, BREADTH, rivals=rivals, eos_ids=self._eos_ids)
+            grow_logits(tree, self._successors, BREADTH, rivals=rivals)
         return tree.draft()
 
     def _ask(

@@ -7,7 +7,7 @@ shape that fits any budget.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from hasten.drafters.ranks import LOGITS, START, logits_rank
 from hasten.drafters.successors import SuccessorTable
@@ -27,7 +27,6 @@ def grow_logits(
     leaves: Iterable[int] = (),
     rivals: Mapping[int, int] = _NONE,
     refill: bool = True,
-    eos_ids: Collection[int] = (),
 ) -> None:
     """Expand `tree` from its root (and from `leaves`) by stored candidates.
 
@@ -37,7 +36,6 @@ def grow_logits(
 
     rivals   for nodes with other children, the length of the match these come from
     refill   go on until the tree is full, duplicates not counted
-    eos_ids  nodes that get no children
     """
     keeps = 1 if schedule == "deep" else 0
     room = tree.limit - len(tree)
@@ -56,9 +54,8 @@ def grow_logits(
             if child is None:
                 if tree.full:
                     return
-                break  # too deep
-            if token not in eos_ids:
-                queue.append((child, max(1, base >> place), level + 1))
+                break  # too deep, or nothing follows here
+            queue.append((child, max(1, base >> place), level + 1))
             if len(tree) > before or not refill:
                 room -= 1
                 if room <= 0:

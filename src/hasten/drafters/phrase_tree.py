@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from hasten.drafters.ranks import PHRASE, agreement, phrase_rank
@@ -23,7 +23,6 @@ def grow_phrases(
     ids: Sequence[int],
     *,
     limit: int = LIMIT,
-    eos_ids: Collection[int] = (),
 ) -> None:
     """Add at most `limit` nodes to `tree` below its root, which is the last of `ids`.
 
@@ -37,15 +36,14 @@ def grow_phrases(
         minus, _, parent, token, rank = heappop(heap)
         before = len(tree)
         node = tree.add(parent, token, PHRASE, rank)
-        if node is None:  # too deep, or full
+        if node is None:  # too deep, nothing follows there, or full
             if tree.full:
                 return
             continue
         limit -= len(tree) > before
-        if token not in eos_ids:
-            _, second, last = contexts[parent]
-            contexts[node] = (second, last, token)
-            _followers(heap, phrases, successors, node, contexts[node], -minus)
+        _, second, last = contexts[parent]
+        contexts[node] = (second, last, token)
+        _followers(heap, phrases, successors, node, contexts[node], -minus)
 
 
 def usual(phrases: Phrases, ids: Sequence[int]) -> list[int]:

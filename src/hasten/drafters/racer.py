@@ -64,6 +64,7 @@ class Racer(BaseDrafter):
     phrases     what the model often says, drafted between the two (`hasten.phrases`; ours); None:
                 there are none
     state       shared memory (start rows included); None: this request's own
+    eos_ids     nothing is drafted after these
     """
 
     name = "racer"
@@ -83,6 +84,7 @@ class Racer(BaseDrafter):
         start: np.ndarray[Any, Any] | None = None,
         phrases: Phrases | None = None,
         state: RacerState | None = None,
+        eos_ids: frozenset[int] = frozenset(),
     ) -> None:
         if schedule not in SCHEDULES:
             raise OptionError(
@@ -95,6 +97,7 @@ class Racer(BaseDrafter):
         self.decay, self.refill, self.graft = decay, refill, graft
         self.needs = Signals(topk=breadth, prompt=breadth > 0, sparse=True)
         self._start, self._phrases, self._shared = start, phrases, state
+        self._eos_ids = eos_ids
         self._forget()
 
     def _forget(self) -> None:
@@ -116,7 +119,7 @@ class Racer(BaseDrafter):
 
     def propose(self, ctx: DraftContext, budget: Budget) -> Draft:
         """Retrieved nodes first, then phrases, then the logits tree."""
-        tree = TreeBuilder(ctx.ids[-1], budget.nodes, budget.depth)
+        tree = TreeBuilder(ctx.ids[-1], budget.nodes, budget.depth, self._eos_ids)
         leaves, rivals = self._retrieve(tree) if self.ngram else ((), {})
         if self._phrases is not None:
             grow_phrases(tree, self._phrases, self._state.successors, ctx.ids)
@@ -147,7 +150,7 @@ class Racer(BaseDrafter):
         rivals: dict[int, int] = {}
         for parent, token, share, length in chosen:
             above = 0 if parent < 0 else nodes[parent]
-            if above is None:  # deeper than the budget allows
+            if above is None:  # deeper than the budget allows, or after an end
                 nodes.append(None)
                 continue
             row = self._state.successors.get(tree.tokens[above])

@@ -68,6 +68,7 @@ class TokenRecycling(BaseDrafter):
               left)
     start     candidates of tokens not seen yet (`hasten.start_rows`; ours); None: there are none
     table     shared memory (start rows included); None: this request's own
+    eos_ids   nothing is drafted after these
     """
 
     name = "recycling"
@@ -78,9 +79,10 @@ class TokenRecycling(BaseDrafter):
         warm_up: bool = True,
         start: np.ndarray[Any, Any] | None = None,
         table: SuccessorTable | None = None,
+        eos_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.needs = Signals(topk=BREADTH, prompt=warm_up, sparse=True)
-        self._start, self._shared = start, table
+        self._start, self._shared, self._eos_ids = start, table, eos_ids
         self._forget()
         self._plan: list[tuple[int, int]] = []
         """For each path but the root: the place of its parent (0: the root), and its rank."""
@@ -102,7 +104,7 @@ class TokenRecycling(BaseDrafter):
             places = {path: place for place, path in enumerate(((), *paths))}
             self._plan = [(places[path[:-1]], path[-1]) for path in paths]
             self._planned = budget.nodes
-        tree = TreeBuilder(ctx.ids[-1], budget.nodes, budget.depth)
+        tree = TreeBuilder(ctx.ids[-1], budget.nodes, budget.depth, self._eos_ids)
         nodes: list[int | None] = [0]
         rows = [self._row(ctx.ids[-1])]
         for above, place in self._plan:

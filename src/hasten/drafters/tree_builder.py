@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from hasten.types import Draft, DraftTree
 
 
@@ -11,16 +13,28 @@ class TreeBuilder:
     The lists are for reading; nodes are made by `add` alone.
     """
 
-    __slots__ = ("_index", "depths", "limit", "max_depth", "parents", "ranks", "sources", "tokens")
+    __slots__ = (
+        "_final",
+        "_index",
+        "depths",
+        "limit",
+        "max_depth",
+        "parents",
+        "ranks",
+        "sources",
+        "tokens",
+    )
 
-    def __init__(self, root: int, limit: int, max_depth: int) -> None:
-        """At most `limit` nodes with the root, none deeper than `max_depth`."""
+    def __init__(self, root: int, limit: int, max_depth: int, final: Collection[int] = ()) -> None:
+        """At most `limit` nodes with the root, none deeper than `max_depth`, and none below the
+        ids `final` (ends of sequence) but for the root."""
         self.tokens = [root]
         self.parents = [-1]
         self.depths = [0]
         self.sources = [""]
         self.ranks = [0]
         self.limit, self.max_depth = limit, max_depth
+        self._final = final
         self._index: dict[tuple[int, int], int] = {}
 
     def __len__(self) -> int:
@@ -34,7 +48,7 @@ class TreeBuilder:
     def add(self, parent: int, token: int, source: str, rank: int = 0) -> int | None:
         """The child of `parent` with `token`: the one there is, with its source, else a new one.
 
-        None when there is no room for a new one, or it would be too deep.
+        None when there is no room for a new one, it would be too deep, or nothing follows there.
         """
         key = (parent, token)
         found = self._index.get(key)
@@ -43,6 +57,8 @@ class TreeBuilder:
         node = len(self.tokens)
         depth = self.depths[parent] + 1
         if node >= self.limit or depth > self.max_depth:
+            return None
+        if parent and self.tokens[parent] in self._final:
             return None
         self._index[key] = node
         self.tokens.append(token)

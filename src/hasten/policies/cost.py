@@ -222,7 +222,14 @@ def load_or_measure(target: Target) -> CostTable:
     with _TABLES_LOCK:
         table = _TABLES.get(target)
         if table is None:
-            table = _TABLES[target] = load(target) or _measured(target)
+            kept = load(target)
+            if kept is not None and kept.busy:
+                logger.warning(
+                    "%s: costs measured while other work kept the machine busy serve until they "
+                    "are ten minutes old. `hasten calibrate` measures on a quiet machine",
+                    target.info.name,
+                )
+            table = _TABLES[target] = kept or _measured(target)
     return table
 
 

@@ -39,6 +39,8 @@ class CostTable:
                 raise ValueError("a cost table's rows and contexts must be positive and increasing")
         if not all(math.isfinite(x) and x > 0 for line in self.ms for x in line):
             raise ValueError("a cost table's times must be positive")
+        if not all(math.isfinite(x) and x >= 0 for x in self.topk_ms):
+            raise ValueError("a cost table's times of selection can't be negative")
 
     def pass_ms(self, rows: int, context: int) -> float:
         """Milliseconds of a pass of `rows` rows at `context` tokens: linear between what was
@@ -137,8 +139,11 @@ class CostModel:
         return self._curve
 
     def _tabled_for(self, most: int) -> list[tuple[list[float], float]]:
-        for rows in range(len(self._per_rows) + 1, most + 1):
-            self._per_rows.append((self.table.per_context(rows), self.table.select_ms(rows)))
+        if len(self._per_rows) < most:  # made whole: others may be reading
+            table = self.table
+            self._per_rows = [
+                (table.per_context(rows), table.select_ms(rows)) for rows in range(1, most + 1)
+            ]
         return self._per_rows[:most]
 
     def _spread(self, ratios: Sequence[float], most: int) -> list[float]:

@@ -38,6 +38,11 @@ class Text:
         return len(self.prompt) + len(self.output)
 
 
+def layer_file(folder: Path, layer: int) -> Path:
+    """Where a layer's states are kept."""
+    return folder / f"layer_{layer:03d}.bf16"
+
+
 class Features:
     """Hidden states of texts, read from a folder that `compute` has written.
 
@@ -52,13 +57,13 @@ class Features:
         self.hidden_size: int = meta["hidden_size"]
         self.domains: list[str] = meta["domains"]
         self.splits: list[str] = meta["splits"]
-        loaded = np.load(self.folder / "texts.npz")
-        self.tokens: npt.NDArray[np.int32] = loaded["tokens"]
-        self.offsets: npt.NDArray[np.int64] = loaded["offsets"]
-        self.starts: npt.NDArray[np.int64] = loaded["starts"]
+        with (self.folder / "texts.npz").open("rb") as file, np.load(file) as loaded:
+            self.tokens: npt.NDArray[np.int32] = loaded["tokens"]
+            self.offsets: npt.NDArray[np.int64] = loaded["offsets"]
+            self.starts: npt.NDArray[np.int64] = loaded["starts"]
         shape = (len(self.tokens), self.hidden_size)
         self._maps = {
-            layer: np.memmap(_file(self.folder, layer), dtype=np.int16, mode="r", shape=shape)
+            layer: np.memmap(layer_file(self.folder, layer), dtype=np.int16, mode="r", shape=shape)
             for layer in self.layers
         }
 
@@ -80,10 +85,6 @@ class Features:
         return torch.from_numpy(np.array(self._maps[layer][rows])).view(torch.bfloat16)
 
 
-def _file(folder: Path, layer: int) -> Path:
-    return folder / f"layer_{layer:03d}.bf16"
-
-
 def compute(
     target: FusedTarget,
     texts: Sequence[Text],
@@ -101,6 +102,8 @@ def compute(
         if not 1 <= layer <= info.num_layers:
             raise OptionError("layers", f"there is no layer {layer}, only 1 to {info.num_layers}")
     folder.mkdir(parents=True, exist_ok=True)
+    for stale in {*folder.glob("layer_*.bf16")} - {layer_file(folder, layer) for layer in layers}:
+        stale.unlink()
     lengths = np.array([len(text) for text in texts], dtype=np.int64)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     tokens = np.concatenate([np.array([*t.prompt, *t.output], dtype=np.int32) for t in texts])
@@ -108,7 +111,7 @@ def compute(
     np.savez(folder / "texts.npz", tokens=tokens, offsets=offsets, starts=starts)
     shape = (len(tokens), info.hidden_size)
     maps = {
-        layer: np.memmap(_file(folder, layer), dtype=np.int16, mode="w+", shape=shape)
+        layer: np.memmap(layer_file(folder, layer), dtype=np.int16, mode="w+", shape=shape)
         for layer in layers
     }
     done = 0
@@ -124,6 +127,7 @@ def compute(
         each.flush()
     meta = {
         "fingerprint": info.fingerprint,
+        "dtype": str(info.dtype),
         "layers": list(layers),
         "hidden_size": info.hidden_size,
         "domains": [text.domain for text in texts],

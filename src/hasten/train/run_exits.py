@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
@@ -197,12 +198,12 @@ def states(
     target: FusedTarget, texts: Sequence[Text], layers: Sequence[int], folder: Path, log: Log
 ) -> Features:
     """The states of `layers` on `texts`: those in `folder` when they are these, else computed."""
-    digest = hashlib.sha256(
-        json.dumps([target.info.fingerprint, list(layers), [asdict(t) for t in texts]]).encode()
-    ).hexdigest()
+    made_for = [*_weights(target), list(layers), [asdict(t) for t in texts]]
+    digest = hashlib.sha256(json.dumps(made_for).encode()).hexdigest()
     mark = folder / _MARK
-    if mark.is_file() and mark.read_text() == digest:
-        return Features(folder)
+    kept = _whole(folder)
+    if kept is not None and mark.read_text() == digest:
+        return kept
     total = sum(map(len, texts))
     mark.unlink(missing_ok=True)
     made = compute(
@@ -221,11 +222,10 @@ def kept_states(
 ) -> Features | None:
     """What `states` left in `folder`, when these texts are the first of those it was computed on;
     else None."""
-    if not (folder / _MARK).is_file():
+    kept = _whole(folder)
+    if kept is None or kept.layers != tuple(layers) or len(kept) < len(texts):
         return None
-    kept = Features(folder)
-    made_for = (kept.meta["fingerprint"], kept.layers)
-    if made_for != (target.info.fingerprint, tuple(layers)) or len(kept) < len(texts):
+    if (kept.meta["fingerprint"], kept.meta.get("dtype")) != _weights(target):
         return None
     ids = [token for text in texts for token in (*text.prompt, *text.output)]
     starts = [len(text.prompt) for text in texts]
@@ -233,6 +233,19 @@ def kept_states(
     same = kept.offsets[: len(offsets)].tolist() == offsets
     same = same and kept.starts[: len(texts)].tolist() == starts
     return kept if same and kept.tokens[: len(ids)].tolist() == ids else None
+
+
+def _weights(target: FusedTarget) -> tuple[str | None, str]:
+    """What computes the states."""
+    return target.info.fingerprint, str(target.info.dtype)
+
+
+def _whole(folder: Path) -> Features | None:
+    """The states in a folder; None where there are none, or a file of theirs is damaged."""
+    try:
+        return Features(folder) if (folder / _MARK).is_file() else None
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
+        return None
 
 
 def _config(target: FusedTarget, plan: Plan, options: Options) -> ExitConfig:

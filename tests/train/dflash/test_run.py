@@ -100,6 +100,51 @@ def test_states_of_all_texts_serve_a_smaller_share_of_them(
     assert computed[-1][1] > dict(computed[:-1])["sft"]  # more than is there: computed
 
 
+@pytest.mark.parametrize("name", ["meta.json", "texts.npz", "layer_003.bf16"])
+@pytest.mark.parametrize("damage", ["gone", "cut"])
+def test_damaged_states_are_computed_again(
+    data: Path, tmp_path: Path, name: str, damage: str
+) -> None:
+    work = tmp_path / "work"
+    train(data, tmp_path / "out", options(sft=SFT(2)), work=work)
+    path = work / "sft" / name
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 3]) if damage == "cut" else path.unlink()
+    train(data, tmp_path / "again", options(sft=SFT(2)), work=work)
+    assert path.stat().st_size == len(whole)
+    found = weights(tmp_path / "again")
+    for key, value in weights(tmp_path / "out").items():
+        assert torch.equal(found[key], value)
+
+
+def test_states_of_another_dtype_or_of_other_layers_are_not_reused(
+    data: Path, tmp_path: Path
+) -> None:
+    work = tmp_path / "work"
+    train(data, tmp_path / "out", options(sft=SFT(2)), work=work)
+    meta = work / "sft" / "meta.json"
+    made = json.loads(meta.read_text())
+    stale = work / "sft" / "layer_044.bf16"
+    stale.write_bytes(b"old")
+    meta.write_text(json.dumps({**made, "dtype": "torch.float16"}))
+    (work / "sft" / "digest").write_text("of others")
+    train(data, tmp_path / "again", options(sft=SFT(2)), work=work)
+    assert json.loads(meta.read_text()) == made
+    assert not stale.exists()
+
+
+def test_room_on_a_disk_counts_what_is_written_there_and_of_the_layers_wanted(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "layer_001.bf16"
+    with path.open("wb") as file:
+        file.truncate(1 << 24)
+    assert feed._blocks(path) < 1 << 20
+    path.write_bytes(b"\1" * (1 << 20))
+    assert feed._blocks(path) >= 1 << 20
+    assert feed._blocks(tmp_path / "layer_002.bf16") == 0
+
+
 def test_what_is_written_loads_for_this_target_and_no_other(data: Path, tmp_path: Path) -> None:
     train(data, tmp_path, everything())
     loaded = store.load(tmp_path, target().info)

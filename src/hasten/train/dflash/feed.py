@@ -14,7 +14,7 @@ import torch
 from hasten.errors import OptionError
 from hasten.targets.fused import FusedTarget
 from hasten.train.dflash.files import writing
-from hasten.train.features import Features, Text, run_batch
+from hasten.train.features import Features, Text, layer_file, run_batch
 from hasten.train.run_exits import kept_states
 from hasten.train.run_exits import states as compute_states
 
@@ -84,14 +84,16 @@ def open_states(
         return StoredStates(kept, texts)
     with writing(folder, "work"):
         folder.mkdir(parents=True, exist_ok=True)
-    _check_room(folder, 2 * target.info.hidden_size * len(layers) * sum(map(len, texts)))
+    each = 2 * target.info.hidden_size * sum(map(len, texts))
+    _check_room(folder, layers, each)
     return StoredStates(compute_states(target, texts, layers, folder, log), texts)
 
 
-def _check_room(folder: Path, wanted: int) -> None:
-    """Raise OptionError unless the disk takes so many bytes beside what isn't in `folder`: a map of
-    a file that the disk has no room for ends the process without a word."""
-    held = sum(each.stat().st_size for each in folder.glob("*.bf16"))
+def _check_room(folder: Path, layers: Sequence[int], each: int) -> None:
+    """Raise OptionError unless the disk takes so many bytes a layer, those it holds already counted
+    as room: a map of a file that the disk has no room for ends the process without a word."""
+    wanted = each * len(layers)
+    held = sum(min(_blocks(layer_file(folder, layer)), each) for layer in layers)
     if wanted > held + shutil.disk_usage(folder).free:
         raise OptionError(
             "work",
@@ -99,6 +101,14 @@ def _check_room(folder: Path, wanted: int) -> None:
             "Name a folder elsewhere, learn from fewer texts (share), or compute states every "
             "time: states=fly",
         )
+
+
+def _blocks(path: Path) -> int:
+    """Bytes of a file that the disk has room for; a file mapped and not yet written has none."""
+    if not path.is_file():
+        return 0
+    found = path.stat()
+    return 512 * found.st_blocks if hasattr(found, "st_blocks") else found.st_size
 
 
 @dataclass(frozen=True, slots=True)
