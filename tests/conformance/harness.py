@@ -72,6 +72,8 @@ REGISTERED: dict[str, tuple[str, ...]] = {
         "dflash,model=toy",
         "dflash:adaflash,model=toy,rate=1.3,least=2",
         "dflash:cost,model=toy",
+        "dflash:tree,model=toy",
+        "dflash:tree,model=toy,nodes=9",
         "dflash,model=toy,draft=sample,draft_temperature=0.8",
     ),
     "eagle3": (

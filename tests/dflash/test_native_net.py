@@ -179,12 +179,36 @@ def test_of_equal_logits_the_lowest_place_is_said_whoever_made_them() -> None:
             assert run.likeliest(hidden[0, 1:]) == [0] * 4
 
 
+@pytest.mark.parametrize("ids", [None, EVEN, (5,)], ids=["all ids", "half", "one"])
+def test_candidates_and_their_chances_are_those_of_torchs_operations(ids: Any) -> None:
+    shape = made("five taps")
+    quick, slow = sides(shape, ids=ids, prompt=(7, 9))
+    for number, width in enumerate((1, 3, 8, 3, 500)):
+        anchor, features = noise(1, 64, seed=number), states(shape, 2, number)
+        slots = [run.block(anchor, features, 3, 2)[0, 1:] for run in (quick, slow)]
+        for count in (2, 8, 0, 5):
+            got, want = (
+                run.candidates(each[:count], width)
+                for run, each in zip((quick, slow), slots, strict=True)
+            )
+            assert [[token for token, _ in row] for row in got] == [
+                [token for token, _ in row] for row in want
+            ]
+            chances = [[[chance for _, chance in row] for row in side] for side in (got, want)]
+            torch.testing.assert_close(*map(torch.tensor, chances), atol=1e-5, rtol=1e-4)
+            assert len(got) == count
+        said = [token for token, *_ in (row[0] for row in quick.candidates(slots[0], width))]
+        assert quick.likeliest(slots[0]) == said, "either may be asked after the other"
+        assert all(sum(c for _, c in row) < 1.0 + 1e-5 for row in got)
+
+
 def test_slots_that_arent_numbers_say_nothing_and_dont_reach_the_next_text() -> None:
     shape = made("pairs")
     quick, slow = sides(shape)
     for run in (quick, slow):
         hidden = run.block(torch.full((1, 32), torch.nan), states(shape, 3), 4)
         assert run.likeliest(hidden[0, 1:]) == [-1] * 4
+        assert run.candidates(hidden[0, 1:], 3) == [[]] * 4
         hidden = run.block(noise(1, 32), states(shape, 1), 4)
         assert hidden.isfinite().all()
         assert min(run.likeliest(hidden[0, 1:])) >= 0

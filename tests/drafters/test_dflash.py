@@ -20,7 +20,8 @@ from hasten.decoding import Decoding
 from hasten.dflash.bank import DFlashBank
 from hasten.dflash.lengths import BlockLength
 from hasten.drafters.base import DraftContext
-from hasten.drafters.dflash import MOST_WAITING, DFlash
+from hasten.drafters.blocks import MOST_WAITING
+from hasten.drafters.dflash import DFlash
 from hasten.errors import CacheStateError, OptionError
 from hasten.policies.length import LengthPolicy
 from hasten.targets.fused import FusedTarget

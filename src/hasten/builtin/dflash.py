@@ -6,21 +6,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hasten.builtin.common import drafter_folder, need, opt
+from hasten.builtin.common import MOST, NODES, Policies, drafter_folder, need, opt
 from hasten.dflash import store
 from hasten.dflash.bank import DFlashBank, assemble
 from hasten.dflash.lengths import BlockLength, CostedLength
 from hasten.drafters.base import Drafter
 from hasten.drafters.dflash import DFlash
+from hasten.drafters.dflash_tree import DFlashTree
 from hasten.errors import OptionError
 from hasten.methods import Method, MethodContext, RequestMaker
 from hasten.policies import cost
 from hasten.policies.base import Policy
+from hasten.policies.budget import AcceptanceBook
 from hasten.policies.cost_model import CostModel
 from hasten.policies.length import POLICIES, LengthPolicy, SurvivalBook
 from hasten.targets.base import Target
 from hasten.targets.fused_native import draft_linear
 
+WITH_TREE = "goes with tree=on only"
 DRAFTS = ("argmax", "sample")
 
 
@@ -39,6 +42,9 @@ class DFlashOptions:
         1, "with policy=ratio or cost: rows verified at least, the pending token's included"
     )
     draft_temperature: float = opt(1.0, "with draft=sample: of the drafter's own logits")
+    tree: bool = opt(False, "a tree of the block's likeliest paths instead of a chain (DDTree)")
+    nodes: int = opt(0, f"with tree: {NODES}")
+    most: int = opt(0, f"with tree: {MOST}")
 
 
 def _dflash(options: DFlashOptions, context: MethodContext) -> RequestMaker:
@@ -50,6 +56,8 @@ def _dflash(options: DFlashOptions, context: MethodContext) -> RequestMaker:
     need("dflash.draft_temperature", 0 < heat < float("inf"), "above 0", heat)
     _refuse_contradictions(options)
     bank = find_bank(context.target, options.model)
+    if options.tree:
+        return _tree(options, bank, context)
     rule = _rule(options, bank)
     eos = context.target.info.eos_ids
 
@@ -69,6 +77,19 @@ def _dflash(options: DFlashOptions, context: MethodContext) -> RequestMaker:
 
 def _refuse_contradictions(options: DFlashOptions) -> None:
     """Raise OptionError for options that play no part beside others."""
+    chain = {
+        "draft": options.draft != "argmax",
+        "length": options.length != 0,
+        "policy": options.policy != "fixed",
+    }
+    trees = {"nodes": options.nodes != 0, "most": options.most != 0}
+    for option, given in (chain if options.tree else trees).items():
+        if given:
+            problem = "is for chains, and tree=on drafts trees" if options.tree else WITH_TREE
+            raise OptionError(f"dflash.{option}", problem, f"Leave {option} out")
+    if options.most and options.nodes:
+        problem = "goes with the budget policy only, and nodes=0 means that"
+        raise OptionError("dflash.most", problem, "Leave most or nodes out")
     if options.rate != 1.0 and options.policy != "ratio":
         raise OptionError("dflash.rate", "goes with policy=ratio only", "Leave rate out")
     if options.least != 1 and options.policy == "fixed":
@@ -77,6 +98,18 @@ def _refuse_contradictions(options: DFlashOptions) -> None:
     if options.draft_temperature != 1.0 and options.draft != "sample":
         problem = "goes with draft=sample only"
         raise OptionError("dflash.draft_temperature", problem, "Leave draft_temperature out")
+
+
+def _tree(options: DFlashOptions, bank: DFlashBank, context: MethodContext) -> RequestMaker:
+    policy, eos = (
+        Policies("dflash", options.nodes, options.most, context),
+        context.target.info.eos_ids,
+    )
+
+    def make(shared: Mapping[str, Any]) -> tuple[Drafter, Policy]:
+        return DFlashTree(bank, eos_ids=eos), policy(shared)
+
+    return RequestMaker(make, None if options.nodes else {"counts": AcceptanceBook()})
 
 
 def find_bank(target: Target, model: str, *, method: str = "dflash") -> DFlashBank:
@@ -117,6 +150,11 @@ METHODS = (
         options=DFlashOptions,
         requires=("rollback", "taps"),
         needs="hidden states, the model's head; a drafter trained for it",
-        variants={"adaflash": {"policy": "ratio"}, "cost": {"policy": "cost"}},
+        variants={
+            "adaflash": {"policy": "ratio"},
+            "cost": {"policy": "cost"},
+            "tree": {"tree": True},
+        },
+        trees=True,
     ),
 )

@@ -16,6 +16,7 @@ from hasten.dflash.store import Loaded
 from hasten.errors import CapabilityError
 from hasten.exits.bank import DraftHead, HasEnds, LocalHead
 from hasten.exits.modules import MakeProduct
+from hasten.exits.native_module import Pairs
 from hasten.selection import argmax_rows
 from hasten.targets.base import Target
 from hasten.targets.fused_native import NativeLinear
@@ -74,12 +75,15 @@ class DraftRun(Protocol):
         """Put rows into the cache without drafting anything."""
         ...
 
-    def block(self, anchor: torch.Tensor, features: torch.Tensor, want: int) -> torch.Tensor:
+    def block(
+        self, anchor: torch.Tensor, features: torch.Tensor, want: int, width: int = 0
+    ) -> torch.Tensor:
         """Put rows into the cache and run a block behind them: its hidden states after the last
         norm ``(1, block_size, hidden)``, in the dtype of the mask's embedding.
 
-        `anchor` ``(1, hidden)`` is the pending token's embedding. `likeliest` is going to be asked
-        about the first `want` slots behind it, as far as is known yet.
+        `anchor` ``(1, hidden)`` is the pending token's embedding. `likeliest` (or, with a `width`,
+        `candidates`) is going to be asked about the first `want` slots behind it, as far as is
+        known yet.
         """
         ...
 
@@ -87,6 +91,11 @@ class DraftRun(Protocol):
         """Each slot's likeliest id, the lowest place of the draft vocabulary among equals; -1 for a
         slot that says nothing (NaN). `slots` ``(n, hidden)`` are the first n behind the anchor, of
         the last block."""
+        ...
+
+    def candidates(self, slots: torch.Tensor, width: int) -> list[Pairs]:
+        """Each slot's `width` likeliest ids with their probabilities in the draft vocabulary,
+        likeliest first; none for a slot whose logits aren't finite. `slots` as for `likeliest`."""
         ...
 
 
@@ -106,8 +115,10 @@ class TorchRun:
         """Put rows into the cache."""
         self._net.remember(self._context(features), self._positions(len(features)), self.cache)
 
-    def block(self, anchor: torch.Tensor, features: torch.Tensor, want: int) -> torch.Tensor:
-        """Run a block; `want` makes no difference."""
+    def block(
+        self, anchor: torch.Tensor, features: torch.Tensor, want: int, width: int = 0
+    ) -> torch.Tensor:
+        """Run a block; `want` and `width` make no difference."""
         size = self._net.config.block_size
         block = torch.cat([anchor.to(self._mask.dtype), self._mask.expand(size - 1, -1)])
         positions = self._positions(len(features) + size)
@@ -119,6 +130,10 @@ class TorchRun:
         """The ids, from the slots' states."""
         places = argmax_rows(self._head(slots)) if len(slots) else []
         return [place if place < 0 else self._head.id_of(place) for place in places]
+
+    def candidates(self, slots: torch.Tensor, width: int) -> list[Pairs]:
+        """The ids with their chances, from the slots' states."""
+        return self._head.candidates(self._head(slots), width) if len(slots) else []
 
     def _context(self, features: torch.Tensor) -> torch.Tensor:
         """Context rows ``(1, C, hidden)``."""

@@ -17,7 +17,7 @@ from hasten.dflash.config import FULL
 from hasten.dflash.net import DFlashNet, DraftCache, Packed
 from hasten.errors import ModelError
 from hasten.exits.bank import LocalHead
-from hasten.exits.native_module import head_struct
+from hasten.exits.native_module import Pairs, head_struct
 from hasten.native import library as native
 from hasten.targets.fused_native import NativeLinear
 
@@ -119,9 +119,10 @@ class NativeRun:
         self.cache = DraftCache(start)
         """Counts the context's rows; keys and values are on the other side (`nbytes`)."""
         self._made, self._head = made, head
-        self._ids = array("q", bytes(8 * (made.config.block_size - 1)))
-        self._said = 0
-        """Slots of the last block whose ids are known."""
+        self._ids, self._chances = array("q"), array("f")
+        self._said = (0, 0)
+        """Slots of the last block that have been asked about, and how many of each one's likeliest
+        ids are known, with their chances; no number: the likeliest one, without."""
         self._kernels = native.library()
         self._run = self._kernels.dflash_open()
         if not self._run:
@@ -143,7 +144,9 @@ class NativeRun:
         for first in range(0, len(features), MOST_ROWS):
             self._go(features[first : first + MOST_ROWS])
 
-    def block(self, anchor: torch.Tensor, features: torch.Tensor, want: int) -> torch.Tensor:
+    def block(
+        self, anchor: torch.Tensor, features: torch.Tensor, want: int, width: int = 0
+    ) -> torch.Tensor:
         """Run a block behind the context and these rows of it."""
         features = self._plain(features)
         if len(features) > MOST_ROWS:
@@ -155,17 +158,36 @@ class NativeRun:
         hidden = torch.empty((1, config.block_size, config.hidden_size), dtype=dtype)
         self._step.anchor, self._step.hidden = anchor.data_ptr(), hidden.data_ptr()
         try:
-            self._go(features, min(want, config.block_size - 1))
+            self._go(features, min(want, config.block_size - 1), self._fit(width))
         finally:
             self._step.anchor = self._step.hidden = None
         return hidden
 
     def likeliest(self, slots: torch.Tensor) -> list[int]:
         """The ids; `slots` only says how many."""
-        assert len(slots) <= len(self._ids)
-        if len(slots) > self._said:
-            self._go(None, len(slots))
+        self._ask(len(slots), 0)
         return self._ids[: len(slots)].tolist()
+
+    def candidates(self, slots: torch.Tensor, width: int) -> list[Pairs]:
+        """The ids with their chances; `slots` only says how many."""
+        count, width = len(slots), self._fit(width)
+        self._ask(count, width)
+        ids, chances = self._ids[: count * width], self._chances[: count * width]
+        pairs = list(zip(ids, chances, strict=True))
+        return [
+            pairs[at : at + width] if ids[at] >= 0 else [] for at in range(0, len(pairs), width)
+        ]
+
+    def _fit(self, width: int) -> int:
+        """No more ids than there are."""
+        return min(width, len(self._head.ids))
+
+    def _ask(self, count: int, width: int) -> None:
+        """About the first `count` slots, where they haven't been asked about like this."""
+        assert count < self._made.config.block_size
+        known, ids = self._said
+        if ids != width or count > known:
+            self._go(None, count, width)
 
     def _plain(self, features: torch.Tensor) -> torch.Tensor:
         """As they are read on the other side."""
@@ -177,12 +199,15 @@ class NativeRun:
             )
         return features.to(self._made.mask.dtype).contiguous()
 
-    def _go(self, features: torch.Tensor | None, want: int = 0) -> None:
+    def _go(self, features: torch.Tensor | None, want: int = 0, width: int = 0) -> None:
         rows, step = 0 if features is None else len(features), self._step
+        if len(self._ids) < (room := want * max(width, 1)):
+            self._ids, self._chances = array("q", bytes(8 * room)), array("f", bytes(4 * room))
         step.rows, step.want, step.threads = rows, want, torch.get_num_threads()
         step.states = None if features is None else features.data_ptr()
-        step.ids, _ = self._ids.buffer_info()
+        step.width, step.ids = max(width, 1), self._ids.buffer_info()[0]
+        step.chances = self._chances.buffer_info()[0] if width else None
         if self._kernels.dflash_step(self._model_at, self._run, self._step_at):
             raise ModelError("there is no memory for a step of a DFlash drafter")
         self.cache.keep(rows)
-        self._said = want
+        self._said = want, width

@@ -16,17 +16,14 @@ import torch
 
 from hasten.dflash.bank import DFlashBank
 from hasten.dflash.lengths import BlockLength
-from hasten.dflash.net import DraftCache, check_frontier
-from hasten.drafters.base import BaseDrafter, DraftContext
-from hasten.errors import DrafterError, ModelError, OptionError
-from hasten.types import Budget, Draft, DraftTree, Round, RowSignals, Signals
-
-SOURCE = "dflash"
-MOST_WAITING = 64
-"""Verified rows wait for the next draft; so many are put into the cache without one."""
+from hasten.drafters.base import DraftContext
+from hasten.drafters.blocks import BlockDrafter
+from hasten.drafters.ranks import SLOT
+from hasten.errors import ModelError, OptionError
+from hasten.types import Budget, Draft, DraftTree, Round
 
 
-class DFlash(BaseDrafter):
+class DFlash(BlockDrafter):
     """A chain from one block.
 
     bank         the network, the head, the mask token's embedding
@@ -53,28 +50,14 @@ class DFlash(BaseDrafter):
     ) -> None:
         if not 0 < temperature < float("inf"):
             raise OptionError("dflash.draft_temperature", f"must be above 0, got {temperature}")
-        self.bank, self.length, self.draw, self.temperature = bank, length, draw, temperature
-        self._eos_ids = eos_ids
-        self.needs = Signals(hidden=tuple(sorted(bank.config.taps)), prompt=True, embeddings=True)
-        self._start((), [])
+        super().__init__(bank, eos_ids)
+        self.length, self.draw, self.temperature = length, draw, temperature
 
     def _start(self, prompt: Sequence[int], features: list[torch.Tensor]) -> None:
-        """A request with this prompt, and states of its last rows; ((), []): none yet."""
-        self._head = self.bank.head.local(prompt)
-        self._waiting = features
-        """States of verified rows that the cache doesn't hold yet, ``(rows, K * hidden)`` each."""
-        self._run = self.bank.open(self._head, len(prompt) - self._rows_waiting())
+        super()._start(prompt, features)
         self._guesses: list[int] = []
         """Tokens of the last block's slots, verified or not."""
-        self._wanted = 0
-        """Slots of the block under way whose likeliest ids are wanted, as far as is known."""
         self._fraction: float | None = None
-
-    def begin(self, prompt: Sequence[int], signals: RowSignals) -> None:
-        """Read the prompt's states. Rows of an earlier turn that weren't run again are left out:
-        the context starts behind them."""
-        self._start(prompt, [self._features(signals, None)] if signals.hidden else [])
-        self._catch_up()  # the first draft mustn't pay for the prompt
 
     @torch.inference_mode()
     def propose(self, ctx: DraftContext, budget: Budget) -> Draft:
@@ -99,7 +82,7 @@ class DFlash(BaseDrafter):
             self._guesses = self._likeliest(hidden[0, 1 : 1 + wanted])
         tokens = self._guesses[:count]
         ctx.model_seconds += time.perf_counter() - started
-        sources = ("", *[SOURCE] * len(tokens))
+        sources = ("", *[SLOT] * len(tokens))
         return Draft(DraftTree.chain(root, tokens), q=q, sources=sources)
 
     def _sure(self, room: int) -> int:
@@ -107,16 +90,6 @@ class DFlash(BaseDrafter):
         where the length head is asked after it. A call of its own would cost more than their rows.
         """
         return room if self.length.asks else min(self.length.rows(None) - 1, room)
-
-    def _block(self, ctx: DraftContext) -> torch.Tensor:
-        """One pass of the network over a new block: its states ``(1, block_size, hidden)``."""
-        if ctx.embed is None:
-            raise DrafterError("embeddings were asked for and aren't there")
-        anchor = len(ctx.ids) - 1
-        check_frontier(self._cache, self._rows_waiting(), anchor)
-        hidden = self._run.block(ctx.embed([ctx.ids[-1]]), self._context(), self._wanted)
-        check_frontier(self._cache, 0, anchor)
-        return hidden
 
     def _worth(self, hidden: torch.Tensor) -> float | None:
         """The length head's word, where it is wanted and there is one."""
@@ -152,50 +125,9 @@ class DFlash(BaseDrafter):
                 break
         return out, q
 
-    @torch.inference_mode()
     def observe(self, round: Round) -> None:
         """Keep the states of the rows that were kept; tell the rule what became of the block."""
-        if round.tree is None:
-            return
-        if self._guesses:
+        if self._guesses and round.tree is not None:
             self.length.judged(self._fraction, self._guesses, round.emitted)
             self._guesses = []
-        self._waiting.append(self._features(round.signals, round.accepted))
-        if self._rows_waiting() >= MOST_WAITING:
-            self._catch_up()
-
-    def end(self) -> None:
-        """Keep nothing of the request."""
-        self._start((), [])
-
-    # -- the context -----------------------------------------------------------------------------
-
-    @property
-    def _cache(self) -> DraftCache:
-        """Where the context starts and how many rows the network holds of it."""
-        return self._run.cache
-
-    def _features(self, signals: RowSignals, kept: Sequence[int] | None) -> torch.Tensor:
-        """States of the tapped layers side by side, of all rows or of those `kept`: a copy."""
-        states = [signals.hidden[layer] for layer in self.bank.config.taps]
-        both = torch.cat(states, -1)
-        if kept is None:
-            return both
-        return both[torch.tensor(list(kept), device=both.device)]
-
-    def _rows_waiting(self) -> int:
-        return sum(len(each) for each in self._waiting)
-
-    def _context(self) -> torch.Tensor:
-        """The states that wait, ``(rows, K * hidden)``; they wait no more."""
-        waiting, self._waiting = self._waiting, []
-        if not waiting:
-            config = self.bank.config
-            return self.bank.mask.new_empty(0, len(config.taps) * config.hidden_size)
-        return waiting[0] if len(waiting) == 1 else torch.cat(waiting)
-
-    @torch.inference_mode()
-    def _catch_up(self) -> None:
-        """Put what waits into the cache."""
-        if self._waiting:
-            self._run.catch_up(self._context())
+        super().observe(round)

@@ -7,7 +7,6 @@ themselves now and then, so that the queue stays short.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -237,15 +236,7 @@ class ExitSession:
         """
         if isinstance(run, NativeRun):
             return run.ask(self.head, tokens, parents, width)
-        logits = self.logits(run, run.step(tokens, parents))
-        top = torch.topk(logits, min(width, logits.shape[1]))
-        chances = (top.values - torch.logsumexp(logits, -1, keepdim=True)).exp_().tolist()
-        return [
-            [(self.head.id_of(place), chance) for place, chance in zip(row, said, strict=True)]
-            if all(map(math.isfinite, said))
-            else []
-            for row, said in zip(top.indices.tolist(), chances, strict=True)
-        ]
+        return self.head.candidates(self.logits(run, run.step(tokens, parents)), width)
 
     def logits(self, run: ModuleRun, hidden: torch.Tensor) -> torch.Tensor:
         """Draft logits of a module's outputs: float32 ``(rows, draft_vocab)``."""

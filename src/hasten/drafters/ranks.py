@@ -19,6 +19,8 @@ POOL = "pool"
 PHRASE = "phrase"
 SUFFIX, COPIED = "suffix", "copied"
 MODULE, CHECKED = "module", "checked"
+SLOT, BESIDE = "dflash", "dflash-beside"
+"""A block's token where all before it are the slots' likeliest ones, and another."""
 MODULE_CHANCES = (0.03, 0.06, 0.12, 0.2, 0.3, 0.45, 0.6, 0.8)
 """Where a module's probabilities are told apart."""
 SUFFIX_SIZES = (1, 2, 3, 5, 8, 16)
@@ -65,7 +67,7 @@ def suffix_rank(length: int, chance: float) -> int:
 
 
 def module_rank(chance: float) -> int:
-    """Rank of a node that an exit module gives the probability `chance` after its parent."""
+    """Rank of a node that an exit module, or a block's slot, gives the probability `chance`."""
     return bisect_left(MODULE_CHANCES, chance)
 
 
@@ -87,6 +89,10 @@ def pool_rank(place: int, *, single: bool) -> int:
     return 3 * single + min(place, 2)
 
 
+_SLOT = (0.02, 0.04, 0.08, 0.14, 0.22, 0.33, 0.47, 0.62, 0.8)
+_BESIDE = (0.02, 0.03, 0.05, 0.09, 0.14, 0.2, 0.3, 0.4, 0.5)
+
+
 def prior(source: str, rank: int, depth: int) -> float:
     """Guess of the probability that a node is kept, given that its parent is."""
     if source == RETRIEVAL:
@@ -104,6 +110,8 @@ def prior(source: str, rank: int, depth: int) -> float:
         return (_SUFFIX_ONE if rank < 8 else _SUFFIX_MORE)[rank % 8]
     if source == MODULE:
         return (0.02, 0.04, 0.08, 0.14, 0.22, 0.33, 0.47, 0.62, 0.8)[rank % 9]
+    if source in (SLOT, BESIDE):
+        return (_SLOT if source == SLOT else _BESIDE)[rank]
     if source == CHECKED:
         level, said = divmod(rank, 10)
         copied = (0.12, 0.3, 0.5, 0.75)[level]

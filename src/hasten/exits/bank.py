@@ -7,6 +7,7 @@ that aren't among them. Ids outside can't be drafted; that costs drafts, never t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from hasten.errors import CapabilityError, ModelError, OptionError
 from hasten.exits.config import ExitConfig
 from hasten.exits.modules import ExitModule, MakeProduct, Product
-from hasten.exits.native_module import NativeModule, native_module
+from hasten.exits.native_module import NativeModule, Pairs, native_module
 from hasten.targets.base import Ends, Target
 from hasten.targets.fused_native import NativeLinear
 
@@ -86,6 +87,18 @@ class LocalHead:
         if self._numbers is None:
             self._numbers = self.ids.tolist()
         return self._numbers[place]
+
+    def candidates(self, logits: torch.Tensor, width: int) -> list[Pairs]:
+        """The `width` likeliest ids of each row of logits ``(rows, draft_vocab)`` with their
+        probabilities; none for a row whose logits aren't finite."""
+        top = torch.topk(logits, min(width, logits.shape[1]))
+        chances = (top.values - torch.logsumexp(logits, -1, keepdim=True)).exp_().tolist()
+        return [
+            [(self.id_of(place), chance) for place, chance in zip(row, said, strict=True)]
+            if all(map(math.isfinite, said))
+            else []
+            for row, said in zip(top.indices.tolist(), chances, strict=True)
+        ]
 
     def spread(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits ``(..., draft_vocab)`` as logits over all ids ``(..., vocab)``, -inf elsewhere."""

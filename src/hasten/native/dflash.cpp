@@ -177,7 +177,7 @@ class Blockwise {
     t_.wait();
   }
 
-  // The likeliest ids of slots 1 .. want.
+  // The likeliest ids of slots 1 .. want, and their chances where they are asked for.
   void say() {
     const float *first = r_.normed.data() + m_.hidden;
     const Inputs in(r_.narrow, s_.head->product.kind, m_.hidden);
@@ -185,7 +185,8 @@ class Blockwise {
     for (int64_t i = share.first; i < share.last; ++i)
       prepare(in, i, first + i * m_.hidden, 0, m_.hidden, m_.hidden);
     t_.wait();
-    Vote(t_, *s_.head, r_.ballots, 1, nullptr, s_.ids).run(in, first, s_.want, m_.half);
+    Vote vote(t_, *s_.head, r_.ballots, s_.width, s_.chances, s_.ids);
+    vote.run(in, first, s_.want, m_.half);
   }
 
   const DFlashModel &m_;
@@ -213,7 +214,7 @@ void prepare_step(const DFlashModel &m, const DFlashStep &s, DFlashRun &r) {
   room(r.gathered, slots * m.heads * m.dim);
   room(r.gate_up, slots * 2 * m.inner);
   scratch_room(r.scratch, s.threads, r.length + rows, 0, m.dim);
-  if (s.want) r.ballots.reserve(*s.head, s.want, s.threads, 1);
+  if (s.want) r.ballots.reserve(*s.head, s.want, s.threads, s.width);
   r.cache.grow(r.length + rows, m.layers * 2 * m.kv_heads, m.dim, m.half);
 }
 

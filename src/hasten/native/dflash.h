@@ -27,16 +27,17 @@ struct DFlashModel {
   Linear fuse;
 };
 
-// Takes rows of the context, runs a block behind them, and says the likeliest ids of slots. Each of
+// Takes rows of the context, runs a block behind them, and says the `width` likeliest ids of slots. Each of
 // the three may be left out; slots are those of the last block then.
 struct DFlashStep {
-  int64_t rows, want, threads;  // want: ids of slots 1 .. want
+  int64_t rows, want, width, threads;  // want: ids of slots 1 .. want
   int64_t start;                // the position of the context's first row
   const void *states;           // (rows, taps * hidden)
   const void *anchor;           // (hidden), the embedding of slot 0; null: no block
   void *hidden;                 // (slots, hidden), normalised
   const Head *head;
-  int64_t *ids;                 // (want), -1 where logits hold NaN
+  float *chances;               // (want, width), or null
+  int64_t *ids;                 // (want, width), -1 where a slot says nothing: see Vote
 };
 
 struct DFlashRun {

@@ -135,8 +135,9 @@ class DFlashStep(ctypes.Structure):
     """One step of a DFlash drafter, see ``dflash.h``."""
 
     _fields_ = [
-        ("rows", _I64), ("want", _I64), ("threads", _I64), ("start", _I64), ("states", _P),
-        ("anchor", _P), ("hidden", _P), ("head", ctypes.POINTER(Head)), ("ids", _P),
+        ("rows", _I64), ("want", _I64), ("width", _I64), ("threads", _I64), ("start", _I64),
+        ("states", _P), ("anchor", _P), ("hidden", _P), ("head", ctypes.POINTER(Head)),
+        ("chances", _P), ("ids", _P),
     ]  # fmt: skip
 
 
