@@ -89,8 +89,10 @@ def pool_rank(place: int, *, single: bool) -> int:
     return 3 * single + min(place, 2)
 
 
-_SLOT = (0.02, 0.04, 0.08, 0.14, 0.22, 0.33, 0.47, 0.62, 0.8)
-_BESIDE = (0.02, 0.03, 0.05, 0.09, 0.14, 0.2, 0.3, 0.4, 0.5)
+_SLOT = (0.02, 0.04, 0.09, 0.14, 0.22, 0.31, 0.41, 0.6, 0.85)
+_BESIDE = (0.02, 0.04, 0.07, 0.12, 0.18, 0.25, 0.33, 0.45, 0.7)
+"""Kept / offered by the slot's probability: the first as counted over the embedded model's greedy
+answers to training prompts, the second lower than the little that was counted."""
 
 
 def prior(source: str, rank: int, depth: int) -> float:
