@@ -8,8 +8,9 @@
 //   Q4    unit: 32 k       [4][16][4] two nibbles; [16] half d; [16] half m
 // [panel][unit][block], k up to its padded size, a multiple of 32, outputs to a multiple of 32. Each
 // output is summed over k in order, one step after another, whatever the tile: rows and blocks of a
-// tile share loads, never sums. Inputs of BF16 are rounded to bfloat16, those of Q8 and Q4 to 8 bits
-// in groups of 32 with a scale of their own.
+// tile share loads, never sums. Inputs of BF16 are rounded to bfloat16 (and lie as floats where its
+// products aren't an instruction), those of Q8 and Q4 to 8 bits in groups of 32 with a scale of their
+// own.
 #pragma once
 
 #include <vector>
@@ -62,8 +63,8 @@ struct Inputs {
 
   Inputs(Buffer &b, int kind, int64_t k)
       : values(b.values.data()), scales(b.scales.data()), sums(b.sums.data()),
-        stride(padded(k) * (kind == F32 ? 4 : kind == BF16 ? 2 : 1)), groups(padded(k) / GROUP),
-        kind(kind) {}
+        stride(padded(k) * (kind == F32 ? 4 : kind == BF16 ? (BF16_PRODUCTS ? 2 : 4) : 1)),
+        groups(padded(k) / GROUP), kind(kind) {}
 };
 
 // Rounds features from..to-1 of a row, whole groups; `x` holds those features, `k` is the row's size.
@@ -76,6 +77,9 @@ inline void prepare(const Inputs &in, int64_t row, const float *x, int64_t from,
     uint8_t *out = in.values + row * in.stride;
     if (in.kind == F32) {
       std::memcpy(out + at * 4, group, sizeof group);
+    } else if (in.kind == BF16 && !BF16_PRODUCTS) {
+      float *to32 = reinterpret_cast<float *>(out) + at;
+      for (int i = 0; i < GROUP; ++i) to32[i] = from_bf16(to_bf16(group[i]));
     } else if (in.kind == BF16) {
       uint16_t *to16 = reinterpret_cast<uint16_t *>(out) + at;
       for (int i = 0; i < GROUP; ++i) to16[i] = to_bf16(group[i]);
@@ -123,6 +127,16 @@ inline void tile_bf16(const uint8_t *w, int64_t panel, int64_t k, const uint8_t 
   for (int64_t i = 0; i < k / 2; ++i) {
     u32x16 column[C];
     for (int c = 0; c < C; ++c) column[c] = load_u32(w + c / 2 * panel + (2 * i + c % 2) * 64);
+    if (!BF16_PRODUCTS) {  // as `dot_bf16`, but a column is widened once for all rows
+      f32x16 first[C], second[C];
+      for (int c = 0; c < C; ++c) first[c] = firsts(column[c]), second[c] = seconds(column[c]);
+      for (int r = 0; r < R; ++r) {
+        const float *pair = reinterpret_cast<const float *>(x + r * stride) + 2 * i;
+        for (int c = 0; c < C; ++c) acc[r][c] = fma(second[c], all(pair[1]), acc[r][c]);
+        for (int c = 0; c < C; ++c) acc[r][c] = fma(first[c], all(pair[0]), acc[r][c]);
+      }
+      continue;
+    }
     for (int r = 0; r < R; ++r) {
       const u32x16 value = all_u32(x + r * stride + i * 4);
       for (int c = 0; c < C; ++c) acc[r][c] = dot_bf16(column[c], value, acc[r][c]);

@@ -21,7 +21,13 @@ typedef uint32_t u32x16 __attribute__((vector_size(64), aligned(4)));
 
 inline f32x16 load(const float *p) { return *reinterpret_cast<const f32x16 *>(p); }
 inline void store(float *p, f32x16 v) { *reinterpret_cast<f32x16 *>(p) = v; }
-inline f32x16 all(float x) { return f32x16{} + x; }
+
+// By its bits: a sum with zeros would be made, as it turns -0 into 0.
+inline f32x16 all(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return (f32x16)(u32x16{} + bits);
+}
 
 inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 #if HASTEN_AVX512
@@ -86,13 +92,23 @@ inline uint16_t to_bf16(float x) {
   return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
 }
 
+// Whether products of bfloat16 are an instruction.
+#if HASTEN_AVX512 && defined(__AVX512BF16__)
+constexpr bool BF16_PRODUCTS = true;
+#else
+constexpr bool BF16_PRODUCTS = false;
+#endif
+
+// Of two bfloat16 a lane, the first and the second ones.
+inline f32x16 firsts(u32x16 a) { return (f32x16)(a << 16); }
+inline f32x16 seconds(u32x16 a) { return (f32x16)(a & 0xffff0000u); }
+
 // Two bfloat16 a lane: c + the sum of both products.
 inline f32x16 dot_bf16(u32x16 a, u32x16 b, f32x16 c) {
 #if HASTEN_AVX512 && defined(__AVX512BF16__)
   return (f32x16)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
 #else
-  c = fma((f32x16)(a & 0xffff0000u), (f32x16)(b & 0xffff0000u), c);
-  return fma((f32x16)(a << 16), (f32x16)(b << 16), c);
+  return fma(firsts(a), firsts(b), fma(seconds(a), seconds(b), c));
 #endif
 }
 
