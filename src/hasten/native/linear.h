@@ -106,14 +106,21 @@ inline void prepare(const Inputs &in, int64_t row, const float *x, int64_t from,
   }
 }
 
+// Asks for what a stream of weights holds a little further on: processors that look ahead by themselves
+// don't look far enough where there are many products for each byte.
+inline void look_ahead(const uint8_t *p) { __builtin_prefetch(p + 2048); }
+
 // R rows by C blocks (whole panels, `panel` bytes apart) of one product; `acc` starts at 0.
 template <int R, int C>
 inline void tile_f32(const uint8_t *w, int64_t panel, int64_t k, const uint8_t *x, int64_t stride,
                      f32x16 (&acc)[R][C]) {
   for (int64_t i = 0; i < k; ++i) {
     f32x16 column[C];
-    for (int c = 0; c < C; ++c)
-      column[c] = load(reinterpret_cast<const float *>(w + c / 2 * panel + (2 * i + c % 2) * 64));
+    for (int c = 0; c < C; ++c) {
+      const uint8_t *unit = w + c / 2 * panel + (2 * i + c % 2) * 64;
+      column[c] = load(reinterpret_cast<const float *>(unit));
+      look_ahead(unit);
+    }
     for (int r = 0; r < R; ++r) {
       const f32x16 value = all(reinterpret_cast<const float *>(x + r * stride)[i]);
       for (int c = 0; c < C; ++c) acc[r][c] = fma(column[c], value, acc[r][c]);
@@ -126,7 +133,11 @@ inline void tile_bf16(const uint8_t *w, int64_t panel, int64_t k, const uint8_t 
                       f32x16 (&acc)[R][C]) {
   for (int64_t i = 0; i < k / 2; ++i) {
     u32x16 column[C];
-    for (int c = 0; c < C; ++c) column[c] = load_u32(w + c / 2 * panel + (2 * i + c % 2) * 64);
+    for (int c = 0; c < C; ++c) {
+      const uint8_t *unit = w + c / 2 * panel + (2 * i + c % 2) * 64;
+      column[c] = load_u32(unit);
+      look_ahead(unit);
+    }
     if (!BF16_PRODUCTS) {  // as `dot_bf16`, but a column is widened once for all rows
       f32x16 first[C], second[C];
       for (int c = 0; c < C; ++c) first[c] = firsts(column[c]), second[c] = seconds(column[c]);
@@ -158,6 +169,7 @@ inline void tile_int(const uint8_t *w, int64_t panel, int64_t groups, const uint
       u32x16 low[C], high[C];
       for (int c = 0; c < C; ++c) {
         low[c] = load_u32(unit[c] + j * 64);
+        look_ahead(unit[c] + j * 64);
         if (BITS == 4) high[c] = (low[c] >> 4) & nibble, low[c] &= nibble;
       }
       for (int r = 0; r < R; ++r) {
@@ -216,9 +228,12 @@ inline void tile(const Linear &l, int64_t first, const Inputs &in, int64_t row, 
   }
 }
 
+// Tiles of whole numbers are half as large: their sums take twice as many registers.
 template <int R, int C>
 inline void strip(const Linear &l, int64_t first, int64_t last, const Inputs &in, int64_t row,
                   float *out, int64_t lead, bool add) {
+  if (R > 2 && C > 2 && (l.kind == Q8 || l.kind == Q4))
+    return strip<R, 2>(l, first, last, in, row, out, lead, add);
   int64_t panel = first;
   for (; panel + C / 2 <= last; panel += C / 2) tile<R, C>(l, panel, in, row, out, lead, add);
   for (; panel < last; ++panel) tile<R, 2>(l, panel, in, row, out, lead, add);
@@ -230,8 +245,8 @@ inline void strip_of(int64_t rows, const Linear &l, int64_t first, int64_t last,
   switch (rows) {
     case 1: strip<1, 4>(l, first, last, in, row, out, lead, add); break;
     case 2: strip<2, 4>(l, first, last, in, row, out, lead, add); break;
-    case 3: strip<3, 2>(l, first, last, in, row, out, lead, add); break;
-    case 4: strip<4, 2>(l, first, last, in, row, out, lead, add); break;
+    case 3: strip<3, 4>(l, first, last, in, row, out, lead, add); break;
+    case 4: strip<4, 4>(l, first, last, in, row, out, lead, add); break;
     case 5: strip<5, 2>(l, first, last, in, row, out, lead, add); break;
     case 6: strip<6, 2>(l, first, last, in, row, out, lead, add); break;
     case 7: strip<7, 2>(l, first, last, in, row, out, lead, add); break;
@@ -245,7 +260,7 @@ inline void strip_of(int64_t rows, const Linear &l, int64_t first, int64_t last,
 }
 
 // All rows' products with panels first..last-1. A panel stays in the near cache while the rows pass
-// by, in tiles as even as may be that fill the registers: sums of whole numbers take twice as many.
+// by, in tiles as even as may be that fill the registers.
 inline void multiply(const Linear &l, const Inputs &in, int64_t rows, int64_t first, int64_t last,
                      float *out, int64_t lead, bool add) {
   const int64_t most = l.kind == Q8 || l.kind == Q4 ? 4 : 12;
