@@ -20,7 +20,7 @@ FLAGS = {
     "engine": "fused",
     "quantize": "int8",
     "kernels": "native",
-    "kv_dtype": "float32",
+    "kv_dtype": "int8",
 }
 
 
@@ -82,7 +82,7 @@ def test_options_that_are_not_given_are_the_library_s_choice(
         ("quantize", "int3"),
         ("kernels", "cuda"),
         ("kv_dtype", "float16"),
-        ("kv_dtype", "int8"),
+        ("kv_dtype", "int4"),
         ("engine", "steam"),
         ("dtype", "int3"),
     ],
@@ -104,6 +104,8 @@ def test_a_bad_value_is_named_before_the_model_is_prepared(
     [
         (["--quantize", "int8", "--kernels", "torch"], "--kernels: torch's can't run"),
         (["--kv-dtype", "bfloat16", "--kernels", "torch"], "--kv-dtype: is a choice of the native"),
+        (["--kv-dtype", "int8"], "--kv-dtype: is a choice of the native kernels"),  # head size 8
+        (["--kv-dtype", "int8", "--engine", "transformers"], "has no kv_dtype='int8'"),
         (["--quantize", "int8", "--engine", "transformers"], "--engine: 'transformers' has no"),
         (["--quantize", "gguf"], "--quantize: 'gguf' takes a GGUF file's own blocks"),
         (["--quantize", "int4"], "quantize='int4' needs hasten's CPU kernels, and head size 8"),
@@ -131,6 +133,20 @@ def test_help_tells_the_library_s_defaults() -> None:
     )
     assert {*FLAGS, "exact"} <= told.keys()
     assert "loading" not in told
+
+
+def test_keys_and_values_are_of_the_dtype_that_is_named(
+    run: Hasten, native_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    load = hasten.load
+    monkeypatch.setattr(hasten, "load", lambda *a, **k: made.append(load(*a, **k)) or made[-1])
+    flags = ("--model", native_model, "--device", "cpu", "--kernels", "native", "-n", "4")
+    for name in ("bfloat16", "int8"):
+        done = run("generate", "abc", "--method", "prompt-lookup", *flags, "--kv-dtype", name)
+        assert done.exit_code == 0, done.output
+        assert str(made[-1].target.shape.cache) == f"torch.{name}"
+    assert len(made) == 2
 
 
 def test_a_drafter_s_model_runs_on_the_target_s_kind_of_kernels(native_model: str) -> None:

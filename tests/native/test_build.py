@@ -93,10 +93,16 @@ def test_options_that_contradict_each_other_are_refused_by_name() -> None:
     model = random_model(llama(head_dim=16))
     with pytest.raises(OptionError, match="kernels"):
         fused(model, kernels="torch", quantize="int8")
-    with pytest.raises(OptionError, match="kv_dtype"):
-        fused(model, kernels="torch", kv_dtype=torch.bfloat16)
-    with pytest.raises(OptionError, match="kv_dtype"):
-        fused(model, kv_dtype=torch.float16)
+    for stored in (torch.bfloat16, torch.int8):
+        with pytest.raises(OptionError, match="kv_dtype: is a choice of the native kernels"):
+            fused(model, kernels="torch", kv_dtype=stored)
+        with pytest.raises(OptionError, match="kv_dtype: is a choice of the native kernels"):
+            fused(random_model(llama(head_dim=8)), kv_dtype=stored)
+        with pytest.raises(CapabilityError, match="head size 8 is no multiple of 16"):
+            fused(random_model(llama(head_dim=8)), kernels="native", kv_dtype=stored)
+    for unknown in (torch.float16, torch.int16):
+        with pytest.raises(OptionError, match="kv_dtype"):
+            fused(model, kv_dtype=unknown)
     with pytest.raises(OptionError, match="quantize"):
         fused(model, quantize="int3")
     with pytest.raises(OptionError, match="kernels"):

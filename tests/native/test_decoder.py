@@ -286,7 +286,7 @@ def test_the_portable_build_keeps_a_rows_bits_and_gives_the_same_numbers(
             assert (got - want).norm() <= 0.05 * want.norm()
 
 
-@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int4"])
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "bfloat16-int8-cache", "int4"])
 def test_a_sequence_runs_to_the_very_end_of_the_context(weights: str) -> None:
     made, ids = target("pairs", weights), [i % 3 for i in range(CONTEXT)]
     sequence = made.open()
@@ -337,7 +337,7 @@ def test_ids_outside_the_vocabulary_never_reach_the_kernels() -> None:
     made.close(sequence)
 
 
-@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "float32-int8-cache"])
 def test_what_is_not_a_number_stays_with_the_rows_that_see_it(weights: str) -> None:
     broken = random_model(MODELS["pairs"])
     with torch.no_grad():

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,13 +135,17 @@ def test_a_table_belongs_to_weights_engine_dtype_machine_and_threads(
         other = ToyTarget()
         other.info = replace(other.info, **changes)
         keys.add(cost.table_key(other))
+    for stored in (cost.torch.bfloat16, cost.torch.int8):  # keys and values
+        kept: Any = ToyTarget()
+        kept.shape = SimpleNamespace(cache=stored)
+        keys.add(cost.table_key(kept))
     monkeypatch.setattr(cost.torch, "get_num_threads", lambda: 77)
     keys.add(cost.table_key(target))
     monkeypatch.setattr(cost, "cpu_name", lambda: "slide rule")
     keys.add(cost.table_key(target))
     target.info = replace(target.info, dtype=cost.torch.bfloat16)
     keys.add(cost.table_key(target))
-    assert len(keys) == 8
+    assert len(keys) == 10
 
 
 # -- keeping ---------------------------------------------------------------------------------------

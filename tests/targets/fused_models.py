@@ -76,6 +76,12 @@ WEIGHTS: dict[str, dict[str, Any]] = {
         "dtype": torch.bfloat16,
         "kv_dtype": torch.float32,
     },
+    "float32-int8-cache": {"kernels": "native", "kv_dtype": torch.int8},
+    "bfloat16-int8-cache": {
+        "kernels": "native",
+        "dtype": torch.bfloat16,
+        "kv_dtype": torch.int8,
+    },
     "int8": {"dtype": torch.bfloat16, "quantize": "int8"},
     "int4": {"quantize": "int4"},
 }

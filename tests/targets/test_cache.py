@@ -20,7 +20,7 @@ def store() -> KVStore:
     return KVStore(
         layers=LAYERS,
         kv_heads=1,
-        head_dim=4,
+        width=4,
         dtype=torch.float32,
         device=torch.device("cpu"),
         limit=LIMIT,
@@ -297,7 +297,7 @@ def test_lengths_outside_the_sequence_are_refused(store: KVStore) -> None:
         store.open(None, 2)
     with pytest.raises(CacheStateError, match="another target"):
         KVStore(
-            layers=1, kv_heads=1, head_dim=2, dtype=torch.float32, device=store.device, limit=8
+            layers=1, kv_heads=1, width=2, dtype=torch.float32, device=store.device, limit=8
         ).open(sequence)
 
 

@@ -34,9 +34,9 @@ def spoiled(monkeypatch: pytest.MonkeyPatch, where: Callable[[int], bool]) -> No
     monkeypatch.setattr(NativeDecoder, "run", changed)
 
 
-@pytest.mark.parametrize("options", [WEIGHTS[n] for n in ("float32", "int4", "bfloat16")])
-def test_the_native_kernels_are_exact(options: dict[str, Any]) -> None:
-    assert why_not_exact(fused(random_model(llama(head_dim=16)), **options)) is None
+@pytest.mark.parametrize("weights", ["float32", "int4", "bfloat16", "bfloat16-int8-cache"])
+def test_the_native_kernels_are_exact(weights: str) -> None:
+    assert why_not_exact(fused(random_model(llama(head_dim=16)), **WEIGHTS[weights])) is None
 
 
 @pytest.mark.parametrize(("rows", "said"), [(2, "chain of 2"), (16, "chain of 16")])

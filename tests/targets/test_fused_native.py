@@ -152,10 +152,13 @@ def test_a_row_of_a_tree_of_a_fork_or_of_a_packed_pass_has_the_bits_it_has_alone
     target.check()
 
 
+@pytest.mark.parametrize("weights", ["bfloat16", "bfloat16-int8-cache"])
 @settings(max_examples=20, deadline=None)
-@given(st.data())
-def test_any_work_on_a_sequence_leaves_the_cache_of_plain_decoding(data: st.DataObject) -> None:
-    target = fused(random_model(KINDS["llama"]), **WEIGHTS["bfloat16"])
+@given(data=st.data())
+def test_any_work_on_a_sequence_leaves_the_cache_of_plain_decoding(
+    weights: str, data: st.DataObject
+) -> None:
+    target = fused(random_model(KINDS["llama"]), **WEIGHTS[weights])
     sequence, ids = target.open(), tiny.random_ids(data.draw(st.integers(1, 20)))
     target.prefill(sequence, ids)
     for _ in range(data.draw(st.integers(1, 6))):

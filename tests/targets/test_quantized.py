@@ -216,7 +216,16 @@ METHODS = [
 ]
 
 
-@pytest.mark.parametrize("options", [{}, {"quantize": "int8"}, {"quantize": "int4"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kv_dtype": "int8"},
+        {"kv_dtype": "bfloat16"},
+        {"quantize": "int8"},
+        {"quantize": "int4"},
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_answers_what_plain_decoding_answers(

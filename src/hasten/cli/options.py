@@ -124,7 +124,8 @@ KvDtype = Annotated[
         panel=_MODEL,
         default="the dtype",
         metavar="NAME",
-        help="Of keys and values, with native kernels: float32 or bfloat16.",
+        help="Of keys and values, with native kernels: float32, bfloat16, or int8, which rounds "
+        "them (another model in effect).",
     ),
 ]
 Exact = Annotated[

@@ -17,7 +17,8 @@ struct Layer {
 };
 
 struct Model {
-  int64_t layers, hidden, inner, heads, kv_heads, dim, half_cache;
+  int64_t layers, hidden, inner, heads, kv_heads, dim;
+  Stored stored;  // keys and values
   float eps, rope_scale;
   const Layer *layer;
   const float *frequencies;  // dim / 2
@@ -127,14 +128,11 @@ class Worker {
       rotate(x, m_.dim, turn, h < m_.heads ? scale : 1.0f);
     }
     const Part &tail = s.parts[s.count - 1];
-    const int64_t size = m_.half_cache ? 2 : 4, head = tail.capacity * m_.dim * size;
+    const int64_t head = tail.capacity * slot_bytes(m_.stored, m_.dim);
     for (int64_t h = 0; h < m_.kv_heads; ++h) {
       uint8_t *keys = tail.base + (l * 2 * m_.kv_heads + h) * head;
       const float *k = qkv + (m_.heads + h) * m_.dim, *v = k + m_.kv_heads * m_.dim;
-      if (m_.half_cache)
-        Cache<true>::put(keys, keys + m_.kv_heads * head, m_.dim, s.slots[own], k, v);
-      else
-        Cache<false>::put(keys, keys + m_.kv_heads * head, m_.dim, s.slots[own], k, v);
+      write_slot(m_.stored, keys, keys + m_.kv_heads * head, m_.dim, s.slots[own], k, v);
     }
   }
 
@@ -144,7 +142,7 @@ class Worker {
     const Gathering heads{w_.qkv.data(), width_, w_.mixed.data(), in};
     int64_t first = 0, item = 0;
     for (int64_t i = 0; i < p_.sequences; first += p_.sequence[i++].rows)
-      heads.from(first, place).gather(t_, p_.sequence[i], place, m_.half_cache,
+      heads.from(first, place).gather(t_, p_.sequence[i], place, m_.stored,
                                       w_.scratch[size_t(t_.me)], item);
     heads.finish(t_, place, rows_);
     return in;
@@ -318,23 +316,21 @@ int64_t hasten_largest(const float *logits, int64_t rows, int64_t n, int64_t k, 
 
 // Moves slots of a block, all layers, one after another: `to[i]` gets what `from[i]` held.
 void hasten_move(uint8_t *base, int64_t heads_of_all_layers, int64_t kv_heads, int64_t capacity,
-                 int64_t dim, int64_t half, const int32_t *from, const int32_t *to, int64_t count) {
-  const int64_t size = half ? 2 : 4, head = capacity * dim * size, step = half ? 2 : 1;
-  for (int64_t h = 0; h < heads_of_all_layers; ++h) {
-    uint8_t *place = base + h * head;
-    const bool keys = h / kv_heads % 2 == 0;
-    for (int64_t i = 0; i < count; ++i) {
-      if (!keys) {
-        std::memcpy(place + to[i] * dim * size, place + from[i] * dim * size, size_t(dim * size));
-        continue;
-      }
-      for (int64_t d = 0; d < dim; d += step) {  // a lane of 4 bytes: one feature, or a pair
-        const int64_t at = d / step * LANES * 4;
-        std::memcpy(place + to[i] / LANES * LANES * dim * size + at + to[i] % LANES * 4,
-                    place + from[i] / LANES * LANES * dim * size + at + from[i] % LANES * 4, 4);
-      }
+                 int64_t dim, int64_t stored, const int32_t *from, const int32_t *to,
+                 int64_t count) {
+  with(Stored(stored), [&](auto kind) {
+    using Own = Cache<decltype(kind)::value>;
+    const int64_t bytes = Own::bytes(dim);
+    for (int64_t h = 0; h < heads_of_all_layers; ++h) {
+      uint8_t *place = base + h * capacity * bytes;
+      const bool keys = h / kv_heads % 2 == 0;
+      for (int64_t i = 0; i < count; ++i)
+        if (keys)
+          Own::move_key(place, dim, from[i], to[i]);
+        else
+          std::memcpy(place + to[i] * bytes, place + from[i] * bytes, size_t(bytes));
     }
-  }
+  });
 }
 
 }  // extern "C"

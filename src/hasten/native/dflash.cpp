@@ -124,7 +124,7 @@ class Blockwise {
         float *key = keys + h * m_.dim;
         normalize(key, l.k_norm, m_.dim, m_.eps, key);
         rotate(key, turn, 1.0f);
-        r_.cache.put(place, m_.half, h, r_.length + i, key, values + h * m_.dim);
+        r_.cache.put(place, stored(m_.half), h, r_.length + i, key, values + h * m_.dim);
       }
       if (i < s_.rows) continue;
       float *queries = r_.queries.data() + (i - s_.rows) * q_width_;
@@ -156,7 +156,7 @@ class Blockwise {
     const Sequence all{&part, 1, seen, 0, slots_, nullptr, nullptr};
     const Gathering heads{r_.queries.data(), q_width_, r_.gathered.data(), in};
     int64_t item = 0;
-    heads.gather(t_, all, place, m_.half, r_.scratch[size_t(t_.me)], item);
+    heads.gather(t_, all, place, stored(m_.half), r_.scratch[size_t(t_.me)], item);
     heads.finish(t_, place, slots_);
     return in;
   }
@@ -215,7 +215,7 @@ void prepare_step(const DFlashModel &m, const DFlashStep &s, DFlashRun &r) {
   room(r.gate_up, slots * 2 * m.inner);
   scratch_room(r.scratch, s.threads, r.length + rows, 0, m.dim);
   if (s.want) r.ballots.reserve(*s.head, s.want, s.threads, s.width);
-  r.cache.grow(r.length + rows, m.layers * 2 * m.kv_heads, m.dim, m.half);
+  r.cache.grow(r.length + rows, m.layers * 2 * m.kv_heads, m.dim, stored(m.half));
 }
 
 }  // namespace

@@ -95,7 +95,7 @@ class Stepper {
       const float *keys = mixed + m_.heads * m_.dim, *values = keys + m_.kv_heads * m_.dim;
       for (int64_t h = 0; h < m_.kv_heads; ++h) {
         const int64_t slot = r_.length + first_ + i;
-        r_.cache.put(place_, m_.half, h, slot, keys + h * m_.dim, values + h * m_.dim);
+        r_.cache.put(place_, stored(m_.half), h, slot, keys + h * m_.dim, values + h * m_.dim);
       }
       const int64_t wanted = i - (rows_ - s_.want);
       if (wanted < 0) continue;
@@ -129,7 +129,7 @@ class Stepper {
     const float *queries = r_.mixed.data() + (rows_ - s_.want) * width_;
     const Gathering heads{queries, width_, r_.gathered.data(), in};
     int64_t item = 0;
-    heads.gather(t_, all, place_, m_.half, r_.scratch[size_t(t_.me)], item);
+    heads.gather(t_, all, place_, stored(m_.half), r_.scratch[size_t(t_.me)], item);
     heads.finish(t_, place_, s_.want);
     return in;
   }
@@ -172,7 +172,7 @@ void prepare_step(const ExitModel &m, const ExitStep &s, ExitRun &r) {
   const int64_t slots = r.length + rows + r.drafted;
   scratch_room(r.scratch, s.threads, slots, std::max(total, want), m.dim);
   if (s.head) r.ballots.reserve(*s.head, want, s.threads, s.width);
-  r.cache.grow(slots, 2 * m.kv_heads, m.dim, m.half);
+  r.cache.grow(slots, 2 * m.kv_heads, m.dim, stored(m.half));
   room(r.parents, total);
   room(r.depths, total);
   room(r.mask, s.drafted * total);

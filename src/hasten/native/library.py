@@ -24,6 +24,8 @@ GROUP = 32
 """Features of a row that share a scale."""
 LANES = 16
 """Slots of a tile of keys."""
+STORED = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+"""What keys and values are stored as, by the dtype of their tensor; see ``attention.h``."""
 
 AVX512, AVX512_BF16, AVX512_VNNI = 1, 2, 4
 """Bits of `Library.features`."""
@@ -53,7 +55,7 @@ class Model(ctypes.Structure):
 
     _fields_ = [
         ("layers", _I64), ("hidden", _I64), ("inner", _I64), ("heads", _I64), ("kv_heads", _I64),
-        ("dim", _I64), ("half_cache", _I64), ("eps", _F32), ("rope_scale", _F32),
+        ("dim", _I64), ("stored", _I64), ("eps", _F32), ("rope_scale", _F32),
         ("layer", ctypes.POINTER(Layer)), ("frequencies", _P), ("norm", _P), ("head", Linear),
     ]  # fmt: skip
 
@@ -230,6 +232,12 @@ def why_not_native(dtype: torch.dtype, device: torch.device, head_dim: int) -> s
         return f"head size {head_dim} is no multiple of {LANES}"
     found = _load()
     return found if isinstance(found, str) else None
+
+
+def slot_width(stored: torch.dtype, head_dim: int) -> int:
+    """Numbers of that dtype that a slot of one head takes; in int8 a float32 scale stands among
+    them."""
+    return head_dim + 4 if stored == torch.int8 else head_dim
 
 
 def why_not_quick(dtype: torch.dtype, device: torch.device, head_dim: int) -> str | None:

@@ -134,6 +134,18 @@ inline u32x16 all_u32(const void *p) {
   return u32x16{} + x;
 }
 
+// Sixteen signed bytes.
+inline f32x16 load_s8(const uint8_t *p) {
+#if HASTEN_AVX512
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(p));
+  return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+#else
+  f32x16 out;
+  for (int i = 0; i < LANES; ++i) out[i] = float(int8_t(p[i]));
+  return out;
+#endif
+}
+
 // Sixteen halves (IEEE float16).
 inline f32x16 load_f16(const uint16_t *p) {
 #if HASTEN_AVX512

@@ -127,14 +127,14 @@ inline void scratch_room(std::vector<Scratch> &scratch, int64_t threads, int64_t
   }
 }
 
-template <bool HALF>
+template <Stored S>
 inline void attend_some(int64_t n, const Sequence &s, const Place &p, int64_t kv_head,
                         const float *const *q, const int64_t *rows, float *const *out,
                         Scratch &scratch) {
   int64_t i = 0;
-  for (; i + 6 <= n; i += 6) attend<HALF, 6>(s, p, kv_head, q + i, rows + i, out + i, scratch);
-  for (; i + 3 <= n; i += 3) attend<HALF, 3>(s, p, kv_head, q + i, rows + i, out + i, scratch);
-  for (; i < n; ++i) attend<HALF, 1>(s, p, kv_head, q + i, rows + i, out + i, scratch);
+  for (; i + 6 <= n; i += 6) attend<S, 6>(s, p, kv_head, q + i, rows + i, out + i, scratch);
+  for (; i + 3 <= n; i += 3) attend<S, 3>(s, p, kv_head, q + i, rows + i, out + i, scratch);
+  for (; i < n; ++i) attend<S, 1>(s, p, kv_head, q + i, rows + i, out + i, scratch);
 }
 
 // What the heads of all rows of a sequence gather. Queries are rows of `lead` numbers; what they
@@ -151,8 +151,8 @@ struct Gathering {
   }
 
   // Queries from..to-1, at most 6, of those that share a key head.
-  void tile(const Sequence &s, const Place &p, bool half, int64_t kv_head, int64_t from, int64_t to,
-            Scratch &scratch) const {
+  void tile(const Sequence &s, const Place &p, Stored stored, int64_t kv_head, int64_t from,
+            int64_t to, Scratch &scratch) const {
     const int64_t group = p.heads / p.kv_heads, n = to - from;
     const float *q[6];
     float *mix[6];
@@ -163,8 +163,9 @@ struct Gathering {
       q[i] = queries + rows[i] * lead + heads[i] * p.dim;
       mix[i] = out + (rows[i] * p.heads + heads[i]) * p.dim;
     }
-    if (half) attend_some<true>(n, s, p, kv_head, q, rows, mix, scratch);
-    else attend_some<false>(n, s, p, kv_head, q, rows, mix, scratch);
+    with(stored, [&](auto kind) {
+      attend_some<decltype(kind)::value>(n, s, p, kv_head, q, rows, mix, scratch);
+    });
     if (p.dim % GROUP) return;
     for (int64_t i = 0; i < n; ++i)
       prepare(in, rows[i], mix[i], heads[i] * p.dim, (heads[i] + 1) * p.dim, p.heads * p.dim);
@@ -172,15 +173,15 @@ struct Gathering {
 
   // This thread's part. Queries that share a key head go together, six at a time; fewer where there
   // are few, so that every thread has some. `item` counts tiles over all sequences of a pass.
-  void gather(const Thread &t, const Sequence &s, const Place &p, bool half, Scratch &scratch,
-              int64_t &item) const {
+  void gather(const Thread &t, const Sequence &s, const Place &p, Stored stored,
+              Scratch &scratch, int64_t &item) const {
     const int64_t queries = s.rows * p.heads / p.kv_heads;
     const int64_t each = queries * p.kv_heads / (3 * t.threads);
     const int64_t size = each >= 6 ? 6 : each >= 3 ? 3 : 1;
     for (int64_t h = 0; h < p.kv_heads; ++h)
       for (int64_t from = 0; from < queries; from += size, ++item)
         if (item % t.threads == t.me)
-          tile(s, p, half, h, from, std::min(queries, from + size), scratch);
+          tile(s, p, stored, h, from, std::min(queries, from + size), scratch);
   }
 
   // Waits until all have gathered; makes `rows` rows ready where heads alone couldn't be.
@@ -200,10 +201,10 @@ struct GrowingCache {
   int64_t capacity = 0;  // slots
 
   // Room for `slots` slots of `heads` key and value heads in all; what is held stays.
-  void grow(int64_t slots, int64_t heads, int64_t dim, bool half) {
+  void grow(int64_t slots, int64_t heads, int64_t dim, Stored stored) {
     if (slots <= capacity) return;
     const int64_t least = std::max<int64_t>(slots + 128, 2 * capacity);
-    const int64_t wanted = (least + LANES - 1) / LANES * LANES, size = dim * (half ? 2 : 4);
+    const int64_t wanted = (least + LANES - 1) / LANES * LANES, size = slot_bytes(stored, dim);
     std::vector<uint8_t> grown(size_t(heads * wanted * size));
     for (int64_t h = 0; h < heads && capacity; ++h)
       std::memcpy(grown.data() + h * wanted * size, bytes.data() + h * capacity * size,
@@ -213,18 +214,11 @@ struct GrowingCache {
   }
 
   // Writes a slot of one head.
-  void put(const Place &p, bool half, int64_t head, int64_t slot, const float *key,
+  void put(const Place &p, Stored stored, int64_t head, int64_t slot, const float *key,
            const float *value) {
-    if (half) put_in<true>(p, head, slot, key, value);
-    else put_in<false>(p, head, slot, key, value);
-  }
-
- private:
-  template <bool HALF>
-  void put_in(const Place &p, int64_t head, int64_t slot, const float *key, const float *value) {
-    const int64_t size = capacity * p.dim * Cache<HALF>::BYTES;
+    const int64_t size = capacity * slot_bytes(stored, p.dim);
     uint8_t *keys = bytes.data() + (p.layer * 2 * p.kv_heads + head) * size;
-    Cache<HALF>::put(keys, keys + p.kv_heads * size, p.dim, slot, key, value);
+    write_slot(stored, keys, keys + p.kv_heads * size, p.dim, slot, key, value);
   }
 };
 

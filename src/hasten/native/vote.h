@@ -41,8 +41,9 @@ inline float dot(const float *x, const void *row, bool half, int64_t n) {
   f32x16 products = {};
   int64_t i = 0;
   for (; i + LANES <= n; i += LANES) {
-    const uint8_t *at = static_cast<const uint8_t *>(row) + i * (half ? 2 : 4);
-    const f32x16 y = half ? Cache<true>::values(at) : Cache<false>::values(at);
+    const uint8_t *at = static_cast<const uint8_t *>(row);
+    const f32x16 y = half ? Cache<Stored::BFLOAT16>::values(at, n, i)
+                          : Cache<Stored::FLOAT32>::values(at, n, i);
     products = fma(load(x + i), y, products);
   }
   float total = sum(products);

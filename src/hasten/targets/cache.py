@@ -27,7 +27,7 @@ _FEW = 2
 class Block:
     """Keys and values of consecutive tokens, all layers in one tensor.
 
-    kv      ``(layers, 2 * kv_heads, capacity, head_dim)``: key heads first, then value heads.
+    kv      ``(layers, 2 * kv_heads, capacity, width)``: key heads first, then value heads.
     refs    sequences that use the block.
     pinned  slots that a sequence other than the tail's owner may read; meaningless when refs is 1.
     """
@@ -232,6 +232,7 @@ def _move(kv: torch.Tensor, moved: Sequence[int], to: Sequence[int]) -> None:
 class KVStore:
     """All sequences of one target.
 
+    width       numbers that a slot of one head takes
     limit       the most tokens a sequence may hold
     copy_below  a fork copies a last piece of fewer tokens than this, and shares all others
     tile        slots that lie interleaved in a block's keys: they are copied together
@@ -246,7 +247,7 @@ class KVStore:
         *,
         layers: int,
         kv_heads: int,
-        head_dim: int,
+        width: int,
         dtype: torch.dtype,
         device: torch.device,
         limit: int,
@@ -254,7 +255,7 @@ class KVStore:
         tile: int = 1,
         move: Callable[[torch.Tensor, Sequence[int], Sequence[int]], None] | None = None,
     ) -> None:
-        self.layers, self.kv_heads, self.head_dim = layers, kv_heads, head_dim
+        self.layers, self.kv_heads, self.width = layers, kv_heads, width
         self.dtype, self.device, self.limit = dtype, device, limit
         self.copy_below, self.tile = copy_below, tile
         self.move = move or _move
@@ -271,7 +272,7 @@ class KVStore:
         """
         capacity = -(-max(slots, 1) // _STEP) * _STEP
         return torch.zeros(
-            (self.layers, 2 * self.kv_heads, capacity, self.head_dim),
+            (self.layers, 2 * self.kv_heads, capacity, self.width),
             dtype=self.dtype,
             device=self.device,
         )

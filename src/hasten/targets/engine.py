@@ -99,15 +99,19 @@ def why_weights_do_not_fit(config: Any, tensors: Mapping[str, Any]) -> str | Non
     return None
 
 
-def why_copy_differs(model: torch.nn.Module, target: Target) -> str | None:
+def why_copy_differs(
+    model: torch.nn.Module, target: Target, cache: torch.dtype | None = None
+) -> str | None:
     """Why the fused copy `target` doesn't stand for the loaded model; None when both agree.
 
-    One pass of a few tokens through each. Nothing of the model changes.
+    One pass of a few tokens through each. Nothing of the model changes. `cache` is the dtype asked
+    for keys and values: narrower ones than the model's may differ as bfloat16 does.
     """
     info = target.info
     ids = [(2 * i + 1) * info.vocab_size // (2 * _TRIED) for i in range(_TRIED)]
     ids = ids[: info.context_limit]
-    device, limit = info.device, _tolerance(info.dtype)
+    narrow = cache is not None and cache.itemsize < info.dtype.itemsize
+    device, limit = info.device, _tolerance(torch.bfloat16 if narrow else info.dtype)
     try:
         with torch.inference_mode(), torch.autocast(device.type, enabled=False):
             rows = torch.tensor([ids], dtype=torch.int64, device=device)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hasten.errors import CacheStateError, CapabilityError, ContextError, OptionError
+from hasten.native.library import slot_width
 from hasten.targets.base import Capabilities, Ends, Pass, Rows, TargetInfo
 from hasten.targets.cache import CachedSequence, KVStore
 from hasten.targets.fused_build import Decoder, build_decoder
@@ -49,7 +50,7 @@ class FusedTarget:
         self._store = KVStore(
             layers=shape.layers,
             kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
+            width=slot_width(shape.cache, shape.head_dim),
             dtype=shape.cache,
             device=shape.device,
             limit=info.context_limit,

@@ -16,7 +16,7 @@ from hasten.targets.fused_config import head_dim, read_config
 from hasten.targets.fused_layers import TorchDecoder
 from hasten.targets.fused_native import NativeDecoder, NativeLinear
 from hasten.targets.fused_weights import Checkpoint, LayerWeights, Shape, load_layer
-from hasten.targets.load_options import Kernels, check_names
+from hasten.targets.load_options import Kernels, check_names, read_cache_dtype
 from hasten.targets.quantized import Quantize, Quantized
 
 _BITS: dict[Quantize | None, int] = {None: 0, "int8": 8, "int4": 4, "gguf": 16}
@@ -96,10 +96,9 @@ def build_decoder(
     native = _choose(config, dtype, device, quantize, kernels)
     if kv_dtype is not None and not native:
         raise OptionError("kv_dtype", "is a choice of the native kernels", "Leave it out")
-    if kv_dtype not in (None, torch.float32, torch.bfloat16):
-        raise OptionError("kv_dtype", f"can't be {kv_dtype}", "Known: float32, bfloat16")
+    cache = read_cache_dtype(kv_dtype)
     shape, frequencies = read_config(
-        config, dtype, device, native=native, bits=_BITS[quantize], cache=kv_dtype
+        config, dtype, device, native=native, bits=_BITS[quantize], cache=cache
     )
     read = Checkpoint(tensors, shape, copy=copy)
     layers = []

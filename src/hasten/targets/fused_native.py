@@ -198,7 +198,7 @@ class NativeDecoder:
             heads=shape.heads,
             kv_heads=shape.kv_heads,
             dim=shape.head_dim,
-            half_cache=int(shape.cache == torch.bfloat16),
+            stored=native.STORED[shape.cache],
             eps=shape.eps,
             rope_scale=shape.rope_scale,
             layer=self._layers,
@@ -322,12 +322,11 @@ class NativeDecoder:
 
     def move(self, kv: torch.Tensor, moved: Sequence[int], to: Sequence[int]) -> None:
         """Copy slots of a block, one after another: ``to[i]`` gets what ``moved[i]`` held."""
-        layers, heads, capacity, dim = kv.shape
+        layers, heads, capacity, _ = kv.shape
         old, new = array("i", moved), array("i", to)
         self._kernels.move(
-            kv.data_ptr(), layers * heads, heads // 2, capacity, dim,
-            int(kv.dtype == torch.bfloat16), old.buffer_info()[0], new.buffer_info()[0],
-            len(moved),
+            kv.data_ptr(), layers * heads, heads // 2, capacity, self.shape.head_dim,
+            native.STORED[kv.dtype], old.buffer_info()[0], new.buffer_info()[0], len(moved),
         )  # fmt: skip
 
 

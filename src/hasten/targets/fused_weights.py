@@ -141,7 +141,7 @@ class Shape:
     inner       width of the MLP
     head_norm   whether q and k are normalised per head (Qwen3)
     rope_scale  multiplies cosines and sines (yarn)
-    cache       dtype of keys and values
+    cache       dtype of keys and values; int8 with a scale for each slot of each head
     native      whether hasten's own kernels run it
     bits        of quantized weights: 8 or 4; 16 leaves each weight as it comes, 0 means dense ones
     """

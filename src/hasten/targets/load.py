@@ -100,8 +100,9 @@ def load_target(
     kernels              of the fused engine: ``"native"`` (hasten's own, compiled once for this
                          CPU), ``"torch"``, or ``"auto"``: native where they are quick
                          (AVX-512)
-    kv_dtype             of keys and values with native kernels: ``"float32"`` or ``"bfloat16"``;
-                         default: the dtype
+    kv_dtype             of keys and values with native kernels: ``"float32"``, ``"bfloat16"`` or
+                         ``"int8"`` (rounded, a scale for each token of each head); default: the
+                         dtype. Lossless means: equal to plain decoding with the same
     exact                insist that a row's logits have the same bits whatever else is in its pass,
                          checked at load, so that speculation in 16 bits or fewer equals plain
                          decoding always. With native kernels it does anyway
@@ -299,7 +300,9 @@ def _load_object(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
     if _choose(options, reason, name) == "fused":
         facts["copy"] = True
         target = _fused_target(config, weights, dtype, device, facts, options.fused)
-        reason = None if options.fused.quantize else why_copy_differs(model, target)
+        reason = None
+        if not options.fused.quantize:
+            reason = why_copy_differs(model, target, options.fused.kv_dtype)
         del facts["copy"]
         if _choose(options, reason, name) == "fused":
             return Loaded(target, tokenizer, source)

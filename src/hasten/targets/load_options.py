@@ -110,12 +110,15 @@ def read_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 def read_cache_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """The dtype of keys and values named."""
+    if dtype in ("int8", torch.int8):
+        return torch.int8
+    known = "Known: float32, bfloat16, int8"
     try:
         found = read_dtype(dtype)
     except OptionError as error:
-        raise OptionError("kv_dtype", f"unknown: {dtype!r}", "Known: float32, bfloat16") from error
+        raise OptionError("kv_dtype", f"unknown: {dtype!r}", known) from error
     if found == torch.float16:
-        raise OptionError("kv_dtype", "can't be float16", "Known: float32, bfloat16")
+        raise OptionError("kv_dtype", "can't be float16", known)
     return found
 
 
