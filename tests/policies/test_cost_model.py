@@ -36,8 +36,8 @@ def test_beyond_them_the_last_slope_goes_on_and_before_them_they_are_flat() -> N
 
 
 def test_a_curve_never_falls() -> None:
-    lucky = CostTable("k", (1, 2, 4, 8), (9,), ((10, 9, 8, 16),))
-    assert lucky.curve(8, 9) == [10, 10, 10, 10, 10, 12, 14, 16]
+    disturbed = CostTable("k", (1, 2, 4, 8), (9,), ((15, 9, 8, 16),))
+    assert disturbed.curve(8, 9) == [8, 8, 8, 8, 10, 12, 14, 16]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from hasten.plugins.session import even_costs
-from hasten.policies.cost_model import CostModel
+from hasten.policies.cost_model import CostModel, rising
 
 
 class PassCosts(CostModel):
@@ -41,11 +41,7 @@ class PassCosts(CostModel):
 
     def curve(self, most: int, context: int) -> list[float]:
         """Milliseconds of a pass of 1..most rows, never decreasing."""
-        out: list[float] = []
-        for rows in range(1, most + 1):
-            ms = self._expected(min(rows, self._most))
-            out.append(max(ms, out[-1]) if out else ms)
-        return out
+        return rising([self._expected(min(rows, self._most)) for rows in range(1, most + 1)])
 
     def _expected(self, rows: int) -> float:
         guess = self.table.pass_ms(rows, 0)

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 FORMAT = 2
 AFFORDABLE = 1.6
@@ -60,9 +60,9 @@ class CostTable:
         return max(_line(self.rows, self.topk_ms, rows), 0.0) if self.topk_ms else 0.0
 
     def curve(self, most: int, context: int) -> list[float]:
-        """``[pass_ms(1), ..., pass_ms(most)]``, never decreasing: a pass of more rows isn't
-        cheaper, it was measured with more luck."""
-        return _rising([self.pass_ms(rows, context) for rows in range(1, most + 1)])
+        """``[pass_ms(1), ..., pass_ms(most)]``, never decreasing: other work on the machine
+        only ever adds time, so a pass takes no longer than one of more rows did."""
+        return rising([self.pass_ms(rows, context) for rows in range(1, most + 1)])
 
 
 def affordable_rows(table: CostTable) -> int:
@@ -84,11 +84,9 @@ def _line(xs: Sequence[int], ys: Sequence[float], x: int) -> float:
     return ys[at] + slope * (x - xs[at])
 
 
-def _rising(values: Sequence[float]) -> list[float]:
-    out: list[float] = []
-    for value in values:
-        out.append(max(value, out[-1]) if out else value)
-    return out
+def rising(values: Sequence[float]) -> list[float]:
+    """Each value, or a smaller one behind it."""
+    return list(accumulate(reversed(values), min))[::-1]
 
 
 class CostModel:
@@ -127,7 +125,7 @@ class CostModel:
         wanted = (most, context // 64, self._total // 16)
         if wanted != self._curve_for:
             table, select = self.table, math.exp(self._select_gap)
-            self._curve = _rising(
+            self._curve = rising(
                 [
                     table.at_context(passes, context) * ratio + selecting * select
                     for (passes, selecting), ratio in zip(
